@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,12 @@ SPANNING = {
 """Unit tests of what several modules do together."""
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Several tests look at the same sources."""
+    return ast.parse(source)
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported module, or a name in one; `at_start`: when its module is imported."""
@@ -75,7 +82,7 @@ def imports_of(source: str, module: str, *, is_package: bool = False) -> Iterato
 
     For a bare `import raykv`: what is taken from it, as in `raykv.connect`.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     lazy = {
         id(inner)
         for outer in ast.walk(tree)
@@ -154,7 +161,7 @@ def oversizes(source: str, module: str) -> list[str]:
     found = []
     if (length := len(source.splitlines())) > MAX_FILE_LINES:
         found.append(f"{module} has {length} lines, more than {MAX_FILE_LINES}")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -322,7 +329,7 @@ def test_class_names_stand_once() -> None:
     names = Counter(
         node.name
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path.read_text()))
         if isinstance(node, ast.ClassDef)
     )
     assert not [name for name, count in names.items() if count > 1]
@@ -333,7 +340,7 @@ RUN_ON = re.compile(r"\S +(Args|Returns|Raises|Yields|Invariants):(?!\S)|[.:;] \
 
 
 def docstrings(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
 
@@ -351,7 +358,7 @@ def test_sections_that_run_on_are_found() -> None:
 
 
 def test_every_module_opens_with_its_duty() -> None:
-    silent = [str(path) for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [str(path) for path in SOURCES if not ast.get_docstring(parsed(path.read_text()))]
     assert not silent
 
 

@@ -21,7 +21,7 @@ MAX_NAMESPACES = 256
 
 
 class Clearings:
-    """Floors, at first those that are given; see the module's docstring."""
+    """Floors by namespace, starting with `first`; see the module's docstring."""
 
     def __init__(self, first: Mapping[str, int] | None = None) -> None:
         self._floors: dict[Namespace, int] = {}

@@ -1,4 +1,4 @@
-"""Why chunks are missing that were there or could have been: what is remembered of keys.
+"""Remembers why chunks are missing that were there, or could have been.
 
               note                     half of the bound is reached            again
    (unknown) ──────► remembered, young ───────────────────────────► old ───────────────► (unknown)
@@ -16,12 +16,12 @@ from typing import Generic, TypeVar
 V = TypeVar("V")
 
 MAX_REMEMBERED = 65_536
-"""Keys, at least half of which are the latest ones."""
+"""Keys; at least half of them are the latest ones."""
 
 
 @dataclass
 class Departures(Generic[V]):
-    """Keys, and what is known of them: a reason, or that and more.
+    """A value for each key: a reason, or that and more.
 
     `most` keys are remembered.
     """

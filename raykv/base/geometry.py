@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from raykv.base.ids import SLOT_ALIGNMENT, Slot
 
 MAX_SLAB_BYTES = 256 << 20
-"""Large enough that the rest of a slab behind its last slot is small beside it."""
+"""Large enough that the unused rest behind a slab's last slot is a small part of it."""
 
 TARGET_SLABS = 64
 """Slabs of a pool that is small: enough for several slot classes to share it."""

@@ -22,7 +22,7 @@ PART_MARK = "/"
 
 
 def family_of(namespace: str) -> Namespace:
-    """The namespace without the part: that of which people and orders speak."""
+    """The namespace without the part, as people and orders name it."""
     return Namespace(namespace.partition(PART_MARK)[0])
 
 
@@ -54,7 +54,7 @@ def wholes(parts: Iterable[str]) -> list[list[str]]:
 
 
 EVERY_NAMESPACE = Namespace("")
-"""Names all of them where floors of namespaces are told, those too that nobody knows now."""
+"""Stands for all namespaces in tables of floors, also for those not known yet."""
 
 
 def short_namespace(namespace: str) -> str:

@@ -19,7 +19,7 @@ _GROUP = stat.S_IWGRP
 
 
 def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """A descriptor of a plain file that nobody else can have written; `O_TRUNC` comes after that.
+    """Open a plain file that no other user can have written; `O_TRUNC` is applied after the check.
 
     Raises:
         OSError: as `os.open`, and for a file that is another's.
@@ -59,8 +59,8 @@ def _why_not(path: Path | str, error: OSError) -> str:
 
 
 def make_own_folder(path: Path) -> None:
-    """Ensure a folder into which nobody else can have put anything; made, for this user alone, if
-    it is missing.
+    """Ensure a folder that no other user can have written to; create it for this user alone if it
+    is missing.
 
     Raises:
         OSError: as `os.mkdir`, and for a folder that is another's.

@@ -102,7 +102,7 @@ class MetricsPlace:
 class DiskPlace:
     """Where a NodeActor keeps what its pool gives up; `path` empty: nowhere. Sizes in bytes.
 
-    `most_bytes` None: half of what is free when it starts.
+    `most_bytes` None: half of the free space when it starts.
     """
 
     path: str = ""
@@ -112,7 +112,7 @@ class DiskPlace:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What a NodeActor has beside its pool, and how it reads from others; see the settings.
+    """What a NodeActor has besides its pool, and how it reads from others; see the settings.
 
     `metrics` None: it shows none. `pin_share`: of the pool, that pins may take.
     """

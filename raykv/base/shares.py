@@ -24,7 +24,7 @@ class Share:
 
 
 NO_SHARE = Share()
-"""Of those that were given none."""
+"""The share of holders without one."""
 
 NOT_ABOVE, ABOVE_GUARANTEED, ABOVE_MOST = range(3)
 """Where a holder is, with one piece less."""

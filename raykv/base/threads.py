@@ -205,6 +205,6 @@ def within(deadline_s: float, call: Callable[[], T]) -> T:
 
     Raises:
         ThreadError: there is no thread to make it in.
-        TimeoutError: it took longer than `deadline_s`; it goes on, and nobody learns of its end.
+        TimeoutError: it took longer than `deadline_s`; it goes on, and its result is lost.
     """
     return begun(call).result(deadline_s)

@@ -35,7 +35,7 @@ def detached(kind: Any, name: str, environment: Mapping[str, str], **where: Any)
     Args:
         kind: what `ray.remote` has made of its class.
         name: the actor's.
-        environment: variables of its process, beside those that all actors of RayKV's have.
+        environment: variables of its process, besides those of all RayKV actors.
         where: Ray's options that say on which node it runs. It needs no core.
     """
     return kind.options(
@@ -61,12 +61,10 @@ def find(name: str) -> Any | None:
 
 
 def find_scheduler_actor() -> Any | None:
-    """The scheduler actor, if there is one."""
     return find(names.SCHEDULER)
 
 
 def find_node_actor(node_id: str) -> Any | None:
-    """The NodeActor of a node, if there is one."""
     return find(names.node_actor(node_id))
 
 
@@ -168,7 +166,7 @@ def named_actors() -> list[str]:
 class Answer:
     """The answer to one question, or why there is none. `came_at` is in Unix seconds.
 
-    `is_dead`: Ray says that nobody is there to answer.
+    `is_dead`: Ray says that the actor has died.
     """
 
     value: Any = None
@@ -232,7 +230,7 @@ NodeQuestion = Callable[[str, Any], Any]
 
 
 def asking(*question: Any) -> NodeQuestion:
-    """The question of that name, with what it is about, of those that `NodeActor.ask` answers."""
+    """A question that `NodeActor.ask` answers: its name and arguments."""
     return lambda _, actor: actor.ask.remote(*question)
 
 

@@ -38,18 +38,15 @@ class KeptOrders(msgspec.Struct, frozen=True):
 
 
 def put(name: str, value: bytes) -> None:
-    """Store `value` under `name`."""
     _internal_kv_put(name.encode(), value, overwrite=True, namespace=BEQUESTS)
 
 
 def get(name: str) -> bytes | None:
-    """The value stored under `name`, or None."""
     value: bytes | None = _internal_kv_get(name.encode(), namespace=BEQUESTS)
     return value
 
 
 def delete(name: str) -> None:
-    """Delete the value stored under `name`."""
     _internal_kv_del(name.encode(), namespace=BEQUESTS)
 
 
@@ -89,8 +86,8 @@ def aged(value: bytes) -> OrdersDocument:
 def forget_orders() -> None:
     """Leave nothing of what operators have ordered to later lives, but what they have cleared.
 
-    Once there is no scheduler actor any more: what that orders meanwhile would get the same number
-    as what is left.
+    Only after the scheduler actor has ended: otherwise its next document would get the same number
+    as the one left here.
     """
     kept = orders()
     if kept is not None and kept != OrdersDocument(kept.stamp, kept.floors):

@@ -59,9 +59,9 @@ def has_halted(deadline_s: float) -> bool:
 
     The kernel marks all threads of a process before the sender of SIGKILL goes on: a thread that
     waits, or that waits for a core, dies before its next instruction, and one that runs on another
-    core is interrupted. Until that has happened is what is waited for: `membarrier` returns when
-    every core has been through the kernel since. Kernels with cores that are never interrupted
-    (nohz_full), and some sandboxes, refuse it.
+    core is interrupted. `membarrier` waits for that: it returns when every core has been through
+    the kernel since. Kernels with cores that are never interrupted (nohz_full), and some sandboxes,
+    refuse it.
     """
     number = MEMBARRIER.get(platform.machine())
     if number is None:

@@ -470,7 +470,7 @@ def connect_only_when_told() -> None:
     """From now on, let nothing but `ray.init` connect this process.
 
     Any other call to Ray, a left-over one of a thread too, would join whatever cluster began last
-    on this host, anybody's.
+    on this host, of any user.
     """
     try:
         from ray._private import auto_init_hook

@@ -10,7 +10,6 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from raykv.base.errors import SettingError
@@ -25,9 +24,9 @@ _RAYS_LINES = re.compile(rb"^:(?:job_id|actor_name|task_name):.*\n", re.MULTILIN
 """By which Ray finds out whose log a file is."""
 
 
-def level_for_actors(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def level_for_actors() -> dict[str, str]:
     """The variable as an actor that this process makes is to have it."""
-    return {LOG_LEVEL: environment[LOG_LEVEL]} if LOG_LEVEL in environment else {}
+    return {LOG_LEVEL: os.environ[LOG_LEVEL]} if LOG_LEVEL in os.environ else {}
 
 
 def set_up_logging(usual: str = "INFO") -> None:

@@ -31,7 +31,6 @@ that needs nothing goes to any node, whatever affinity it has.
 
 
 def node_actor(node_id: str) -> str:
-    """Name of a node's NodeActor."""
     return f"{NODE_PREFIX}{node_id}"
 
 

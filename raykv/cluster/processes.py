@@ -56,7 +56,7 @@ def command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
 
 
 def every_command_line() -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Every process on this host, anybody's, whose command line can be read."""
+    """Every process on this host, of any user, whose command line can be read."""
     for process in psutil.process_iter(["cmdline"]):
         arguments = process.info["cmdline"]
         if arguments:

@@ -52,7 +52,7 @@ class _RelayedLine:
         self.asked_at = time.monotonic()
         self.changed = threading.Condition()
         self.is_open = True
-        # What is to go down, of which so many bytes have gone before.
+        # Bytes to go down, and how many have gone before.
         self.waiting = bytearray()
         self.num_down = 0
 
@@ -63,7 +63,7 @@ class _RelayedLine:
         wire.hang_up(self.sock)
 
     def read(self) -> None:
-        """Until the line ends, or nobody asks any more."""
+        """Read until the line ends, or the other side stops asking."""
         with contextlib.closing(self.sock), contextlib.suppress(OSError):
             while self.is_open and time.monotonic() - self.asked_at < RELAY_SILENT_S:
                 with self.changed:

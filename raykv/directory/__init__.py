@@ -1,1 +1,1 @@
-"""The scheduler actor: who has which chunk, events, what operators order, what each node hears."""
+"""The scheduler actor: which node has which chunk, the event log, and the operators' orders."""

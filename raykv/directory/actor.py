@@ -20,11 +20,10 @@ from typing import Any
 import ray
 
 from raykv.base import deadlines, settings, version
-from raykv.base.ids import Key, Namespace
 from raykv.cluster import ask, names
 from raykv.cluster.logs import read_log, set_up_logging
 from raykv.directory import answers, meter, steward
-from raykv.directory.known import desk, directory, prefixes
+from raykv.directory.known import desk, directory
 from raykv.directory.known.document import DRAWN_BITS, Orders
 from raykv.metrics.discovery import TargetsFile, default_path
 from raykv.metrics.server import MetricsServer
@@ -127,7 +126,8 @@ class SchedulerActor:
         """`SessionOrder` → `SessionAnswer`."""
         self._tick()
         order = receive(raw, sessions.SessionOrder, OPERATOR, HERE)
-        return encode(answers.order_session(self._directory, order))
+        nodes = self._directory.sessions.order(order.namespace, order.news)
+        return encode(sessions.SessionAnswer(list(map(str, nodes))))
 
     def wish(self, raw: bytes) -> None:
         """`PoolWish`: nodes that match it get a NodeActor from now on, when they join too."""
@@ -163,8 +163,7 @@ class SchedulerActor:
         """`PrefixQuery` → `PrefixPage`."""
         self._tick()
         query = receive(raw, reader.PrefixQuery, "the router", HERE)
-        found = self._directory.where(Namespace(query.namespace), list(map(Key, query.keys)))
-        return encode(prefixes.prefix_page(query, found))
+        return encode(answers.prefix_page(self._directory, query))
 
     def spaces(self) -> bytes:
         """→ `SpacePage`."""
@@ -213,7 +212,7 @@ class SchedulerActor:
         return now
 
     def _work(self, now: float) -> None:
-        """Have the store keep what is ordered, one after another."""
+        """Have the store keep one ordered document after another."""
         if self._desk.is_keeping and self._steward.has_kept:
             self._steward.forget_pins(self._desk.kept(now))
         draft = self._desk.next(now)

@@ -1,9 +1,10 @@
-"""What people, routers and readers of events get to know of the directory, out of what it has."""
+"""Answers of the directory to people, routers and readers of events."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -14,14 +15,15 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.events import KnownEvent
 from raykv.directory.known.holdings import IN_RAM, Held
 from raykv.directory.known.members import ReportedNode
+from raykv.prompts.prefixes import loadable_of
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, SourceRows, Texts
+from raykv.protocol.descriptions import parse_groups
 from raykv.protocol.events import KEYLESS, MOST_EVENTS, EventPage
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport
 from raykv.protocol.node import ReportedEngine
 from raykv.protocol.operator import OrderedShare, OrdersDocument, TenantStatus
-from raykv.protocol.reader import SpacePage, WherePage, WhereQuery
-from raykv.protocol.sessions import SessionAnswer, SessionOrder
+from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, WherePage, WhereQuery
 from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
 
 NEWS_S = 3.0
@@ -68,6 +70,53 @@ def _copies(held: Held) -> list[Source]:
     return pools + [Source(node_id, SourceKind.DISK) for node_id in disks]
 
 
+# Prompts
+
+ANYWHERE = ""
+"""Has what any node has."""
+
+
+def prefix_page(directory: Directory, query: PrefixQuery) -> PrefixPage:
+    """How much of prompts each node has: a number for each prompt and node instead of a row for
+    each chunk and copy.
+    """
+    found = directory.where(Namespace(query.namespace), list(map(Key, query.keys)))
+    groups = parse_groups(query.chunks)
+    by_prompt: list[list[dict[str, int]]] = []
+    first = 0
+    for at in range(0, len(query.counts), len(groups)):
+        parts = []
+        for count in query.counts[at : at + len(groups)]:
+            parts.append(_bits(found[first : first + count]))
+            first += count
+        by_prompt.append(parts)
+    nodes = sorted({name for parts in by_prompt for part in parts for name in part} - {ANYWHERE})
+    rows = [
+        [loadable_of(groups, [part.get(name, 0) for part in parts]) for name in (*nodes, ANYWHERE)]
+        for parts in by_prompt
+    ]
+    return PrefixPage(
+        nodes,
+        [tokens for row in rows for tokens in row[:-1]],
+        [row[-1] for row in rows],
+    )
+
+
+def _bits(found: Sequence[Held]) -> dict[str, int]:
+    """Which chunks each node has, and any: the bits of a number, the first chunk's the lowest.
+
+    Keys in the same places have the same object.
+    """
+    bits: dict[str, int] = {}
+    at = 0
+    for _, same in groupby(found, key=id):
+        run = list(same)
+        for name in {*(each.node_id for each in run[0]), *([ANYWHERE] if run[0] else [])}:
+            bits[name] = bits.get(name, 0) | (1 << len(run)) - 1 << at
+        at += len(run)
+    return bits
+
+
 # Sums
 
 
@@ -112,7 +161,7 @@ def _space(directory: Directory, name: Namespace, chunks: int, engines: int) -> 
 
 
 def tenants(members: Iterable[ReportedNode], document: OrdersDocument | None) -> list[TenantStatus]:
-    """Tenants with a quota, and others that have chunks; nobody in particular comes first."""
+    """Tenants with a quota, and others that have chunks; requests without a tenant come first."""
     shares = document.shares if document is not None else {}
     in_pools: Counter[str] = Counter()
     on_disks: Counter[str] = Counter()
@@ -187,16 +236,3 @@ def _breakers(engine: ReportedEngine, member: ReportedNode, age_s: float) -> Bre
     ranks = member.report.stats.ranks.get(engine.hello.engine_id, 0)
     is_back = age_s <= NEWS_S and ranks >= engine.hello.num_ranks
     return without(told, OWN_NODE) if is_back else told
-
-
-# Sessions
-
-
-def order_session(directory: Directory, order: SessionOrder) -> SessionAnswer:
-    """Tell a session's nodes what an operator says of it; with an empty namespace, of all.
-
-    If the session is not known in the given namespace, all nodes are told; those that do not know
-    it do nothing.
-    """
-    nodes = directory.sessions.order(order.namespace, order.news)
-    return SessionAnswer([str(node) for node in nodes])

@@ -170,7 +170,7 @@ class Steward:
                 )
             within(deadlines.ANSWER_S, partial(bequest.put_orders, draft.document))
         except Exception as error:
-            # It may be kept later, over what is ordered next.
+            # The store may keep it later, in place of the next document.
             end_process(f"it is not known whether orders were kept: {first_line(error)}")
         self._draft = None
 

@@ -37,7 +37,6 @@ class TargetsFile:
         self._complained = False
 
     def start(self) -> None:
-        """Begin."""
         threads.start_thread("raykv-targets", self._run, threads.OnFailure.RUN_AGAIN)
 
     def _run(self) -> None:
@@ -83,13 +82,13 @@ class TargetsFile:
 
 
 def default_path() -> Path | None:
-    """A file beside Ray's `prom_metrics_service_discovery.json`; None where Ray has no folder."""
+    """A file next to Ray's `prom_metrics_service_discovery.json`, or None if Ray has no folder."""
     folder = session_folder()
     return None if folder is None else folder / FILE_NAME
 
 
 def session_folder() -> Path | None:
-    """The folder of this host's Ray session, of which this process is a driver; None without."""
+    """The folder of the Ray session that this process is a driver of, or None."""
     from ray._private import worker
 
     node = worker._global_node

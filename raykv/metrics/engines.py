@@ -23,7 +23,7 @@ from raykv.protocol.engine import Tell
 from raykv.protocol.measures import BreakerReport, HistogramData, MetricFamily
 
 MAX_ENGINES = 4096
-"""Engines of which the last numbers are remembered; one that was forgotten begins anew."""
+"""Engines whose last numbers are remembered; a forgotten one starts again from zero."""
 
 MISSED = "missed_tokens_"
 WANTED = "wanted_chunks"

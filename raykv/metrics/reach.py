@@ -59,7 +59,7 @@ class DistinctKeys:
         return self.merge(np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64))
 
     def merge(self, words: Words) -> Words:
-        """Take in hashes that another one keeps; those that are new here."""
+        """Take in the hashes of another sketch; returns those that are new here."""
         few = np.unique(words[words < self._smallest[-1]])
         new = few[self._smallest[np.searchsorted(self._smallest, few)] != few]
         both = np.concatenate([self._smallest, new])
@@ -97,7 +97,7 @@ class WantedKeys:
         self._unsent = self._sketch.smallest
 
     def take(self, life: int) -> bytes:
-        """Count what was noted, and give what is new of the sketch for the NodeActor of that life.
+        """Count the noted keys; returns what is new in the sketch for the NodeActor of that life.
 
         `num_wanted` has the count since the engine's start.
         """

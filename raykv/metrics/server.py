@@ -134,7 +134,7 @@ class _Server(ThreadingWSGIServer):
 class MetricsServer:
     """Shows what `collect` gives; `address` is where ("host:port"), or `problem` says why nowhere.
 
-    Both are empty if it is switched off.
+    Both are empty if it is switched off. It ends with the process.
 
     Args:
         place: where it should be.
@@ -145,7 +145,6 @@ class MetricsServer:
     def __init__(self, place: MetricsPlace, host: str, collect: Collect) -> None:
         self.address = ""
         self.problem = ""
-        self._server: _Server | None = None
         self._host = host
         self._registry = CollectorRegistry()
         self._registry.register(_Families(collect))
@@ -162,7 +161,6 @@ class MetricsServer:
         bind_to = place.address or self._host
         server = _bound(bind_to, place.port)
         server.set_app(self._answer)
-        self._server = server
         is_any = bind_to in ("0.0.0.0", "::")
         self.address = _joined(self._host if is_any else bind_to, server.server_port)
         serve = partial(server.serve_forever, deadlines.WAKE_S)
@@ -179,12 +177,6 @@ class MetricsServer:
                 logger.warning("metrics can't be collected (said once): %s", first_line(error))
             start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
             return [b"the metrics can't be collected now\n"]
-
-    def stop(self) -> None:
-        """No more scrapes; the port is free."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
 
 
 def _bound(host: str, port: str) -> _Server:

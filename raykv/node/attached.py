@@ -181,11 +181,11 @@ def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: flo
             sock.settimeout(left)
             data, more = wire.receive_with_fds(sock, MAX_FDS)
             fds += more
-            if not data[0]:
+            if not data:
                 raise ValueError("it closed before it had attached")
             if len(fds) > MAX_FDS:
                 raise errors.AttachError("too many descriptors came with the first message")
-            frames = reader.feed(data[0])
+            frames = reader.feed(data)
         is_engine = framing.introduction(frames[0]).type == "engine"
         kind: type[AttachWorker | EngineHello] = EngineHello if is_engine else AttachWorker
         hello = framing.receive(frames[0], kind, "the engine", "this NodeActor")

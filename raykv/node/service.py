@@ -311,9 +311,9 @@ class NodeService:
                 if watch.has_died:
                     # What it sent before it died no longer matters.
                     raise AttachError("its process has ended")
-                if not data[0]:
+                if not data:
                     return
-                for raw in reader.feed(data[0]):
+                for raw in reader.feed(data):
                     batch = framing.receive(raw, JobBatch, "a worker", "this NodeActor")
                     self._take_batch(worker, batch, fds)
         finally:

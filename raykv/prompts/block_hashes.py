@@ -1,4 +1,4 @@
-"""vLLM's block hashes out of a prompt's tokens, and RayKV's keys: those that an engine would find.
+"""vLLM's block hashes of a prompt's tokens, and RayKV's keys, as an engine computes them.
 
 A block's hash is one of its parent's hash, its tokens, and what else separates requests: the LoRA
 adapter in every block, by content too, the cache salt in the first. The parent of the first block

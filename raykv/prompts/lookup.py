@@ -54,7 +54,7 @@ def scheme_of(space: status.NamespaceStatus, seeds: Sequence[str] = ()) -> Promp
 
     Args:
         space: the namespace.
-        seeds: of block hashes, beside vLLM's own; theirs is known here as a digest only.
+        seeds: of block hashes, besides vLLM's default; of the engines' only a digest is known.
 
     Raises:
         ClusterError: no engine of the namespace has been seen, or it has said too little.
@@ -122,7 +122,7 @@ def choose_namespace(
 
 
 def _families(spaces: Sequence[status.NamespaceStatus]) -> list[status.NamespaceStatus]:
-    """Parts of engines that are at several places are told by the namespace that they are of."""
+    """The namespaces; those of parts of an engine are joined to that of the whole."""
     found = [space for space in spaces if space.namespace == family_of(space.namespace)]
     known = {space.namespace for space in found}
     for each in spaces:

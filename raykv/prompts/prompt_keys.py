@@ -11,7 +11,7 @@ key names all tokens before it, as a larger chunk's would.
     chunks         1   2   3   4   5   6   7   8         window of 4
     of two each        1       2       3       4         window of 2
 
-Not thread-safe. Invariant: at most `most_stretches` are kept; the longest unused goes first.
+Not thread-safe. Invariant: at most `MOST_STRETCHES` are kept; the longest unused goes first.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class PromptKeys:
 class PromptHasher:
     """Keys of prompts, for engines that hash as `scheme` says."""
 
-    def __init__(self, scheme: PromptScheme, most_stretches: int = MOST_STRETCHES) -> None:
+    def __init__(self, scheme: PromptScheme) -> None:
         self.scheme = scheme
-        self._most = most_stretches
         self._known: OrderedDict[bytes, list[bytes]] = OrderedDict()
         # Groups that are alike are stored, and given up, together.
         kinds = {
@@ -112,7 +111,7 @@ class PromptHasher:
             if hashes is None:
                 hashes = block_hashes(part, hashing, traits, parent)
             self._known[name] = hashes
-            if len(self._known) > self._most:
+            if len(self._known) > MOST_STRETCHES:
                 self._known.popitem(last=False)
             found += hashes
             parent = hashes[-1]

@@ -1,1 +1,1 @@
-"""What crosses processes: messages by conversation, each beside its check, and their framing."""
+"""What crosses processes: messages by conversation, each with its checks, and their framing."""

@@ -224,7 +224,7 @@ class Numbers(_Column[int], frozen=True):
 
 
 class Texts(_Column[str], frozen=True):
-    """A column of texts of which few differ: `numbers` point into `distinct`."""
+    """A column of texts with few different ones: `numbers` point into `distinct`."""
 
     distinct: list[str] = []
     numbers: Numbers = Numbers()
@@ -310,7 +310,7 @@ class SourceRows(msgspec.Struct, frozen=True, array_like=True):
         """The sources of each key that has some, by its number.
 
         Raises:
-            MessageError: there are rows of other keys than so many.
+            MessageError: a row is of a key beyond `num_keys`.
         """
         check_numbers("numbers of keys", self.key_index, 0, num_keys - 1)
         found: dict[int, list[Source]] = {}
@@ -370,7 +370,7 @@ def valid(rows: Iterable[R], check: Callable[[R], None]) -> list[R]:
 
 
 def check_column(keys: Keys, *columns: Sized, most: int = MAX_KEYS) -> None:
-    """Refuse keys that nobody has, too many of them, or columns of other lengths."""
+    """Refuse impossible keys, too many of them, or columns of other lengths."""
     check_rows("keys", keys, *columns, most=most)
     check_numbers("lengths of keys", keys.lengths, 1, MAX_KEY_BYTES)
 

@@ -15,7 +15,7 @@ STATE_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of each type that hidden states may have."""
 
 MOST_ROW_BYTES = 36
-"""Of a chunk in a result, beside its key: four numbers of 8 bytes, and four of one."""
+"""Of a chunk in a result, besides its key: four numbers of 8 bytes, and four of one."""
 
 MOST_RESULT_BYTES = wire.MAX_FRAME_BYTES - (64 << 10)
 """Of the chunks of a result: the rest of its frame is for the namespace and what is said once."""
@@ -178,7 +178,7 @@ class Read(framing.Versioned, frozen=True):
 
 
 class ReadReply(msgspec.Struct, frozen=True):
-    """A `Refusal` per chunk; of those that are not refused the bytes come back to back, in order.
+    """A `Refusal` per chunk; the bytes of all others come back to back, in order.
 
     `rows` say how each chunk is, at `number` of the listing of that `life`. Of those that came:
     their `checksums` (XXH3, 64 bit) and the stamps that they were stored under.

@@ -80,7 +80,7 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 MAX_IGNORED = 8
-"""Keys of a request of which it is said that they are ignored."""
+"""Ignored keys of a request that its record names."""
 
 
 def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
@@ -141,7 +141,7 @@ class Naming(msgspec.Struct, frozen=True, array_like=True):
 
 
 NOTHING_ORDERED = Stamp(0, 0)
-"""The number that is shown by who has seen no document of orders."""
+"""The number that a node or engine shows that has seen no document of orders."""
 
 
 class EngineHello(framing.Versioned, frozen=True, tag="engine"):
@@ -249,7 +249,7 @@ class ChangesQuery(msgspec.Struct, frozen=True, tag="changes"):
 
 
 class PlaceFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What holds for an engine at a place, beside the listing.
+    """What holds for an engine at a place, besides the listing.
 
     Args:
         orders: the number of the orders that the place knows.

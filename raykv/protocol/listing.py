@@ -18,7 +18,7 @@ from raykv.base.ids import MAX_BLOCKS, Blocks, Key, Namespace
 from raykv.protocol.columns import MAX_ROWS, Keys, Numbers, Texts, check_column
 
 ALL_READ = -1
-"""The place of who has seen every page."""
+"""The place of a reader that has seen every page."""
 
 
 class Where(IntFlag):
@@ -55,7 +55,7 @@ _WHERE_BYTES, _REASON_BYTES = bytes(range(8)), bytes(_REASONS)
 
 
 class ListedRow(NamedTuple):
-    """The state of a name; `blocks` are those that are there."""
+    """The state of a name; `blocks` are the ones that the node has."""
 
     namespace: Namespace
     key: Key

@@ -1,4 +1,4 @@
-"""What is reported beside the message proper: breakers, histograms, sketches, metrics."""
+"""What reports carry besides their message: breakers, histograms, sketches, metrics."""
 
 from __future__ import annotations
 

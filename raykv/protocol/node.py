@@ -27,7 +27,7 @@ class DiskStats(msgspec.Struct, frozen=True):
 
     `problem`: why nothing is written, in a sentence. `is_full`: it gives up old files for new ones,
     so that only what was used is worth a place.
-    `tenant_bytes`: of its files, by tenant, of those that have one.
+    `tenant_bytes`: of its files, by tenant, if they have one.
     """
 
     path: Text = ""
@@ -227,7 +227,7 @@ class ReportAnswer(msgspec.Struct, frozen=True):
             be sent to it.
         marks: see there.
         pause_ms: the node waits at least this long before the next report.
-        alone: namespaces of the node's engines of which no other node has engines or chunks.
+        alone: namespaces of the node's engines that no other node has engines or chunks of.
         left: namespaces that had engines, and have none any more.
         words: of sessions that this node has named, what was said at other nodes;
         words_number: of the last of them.

@@ -334,7 +334,7 @@ def _check_ordered(keys: columns.Keys) -> None:
 
 
 # The document of all orders: messages carry its number, and who is behind asks for it. It is small:
-# a pin is told by a digest of its keys, which are an entry of their own.
+# it names a pin's keys by a digest, and they are an entry of their own.
 
 MAX_DOCUMENT_BYTES = 64 << 10
 

@@ -239,7 +239,7 @@ class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: all of them; only whole chunks can be cached.
         cached_tokens: how many from the beginning on can be loaded by an engine that fetches what
             its own pool lacks. vLLM computes the last token of a prompt in any case.
-        nodes: those that have any of it, the one with the longest prefix first.
+        nodes: all that have any of it, the one with the longest prefix first.
         chunks: all of them, in the order of the prompt, group by group.
         disk_tokens: how many of `cached_tokens` are in no pool, and have to be read from a disk.
     """

@@ -1,4 +1,4 @@
-"""Framing on the node's Unix socket: a length, then MessagePack; descriptors beside the first.
+"""Framing on the node's Unix socket: a length, then MessagePack; descriptors with the first.
 
 Sockets live in Linux's abstract name space: nothing in the file system, gone with their owner.
 Both ends check that the other runs under the same user.
@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 16 << 20
 """Far above any honest message (a job batch has some 10 bytes a block)."""
 
 MAX_LOCKS = 64
-"""Descriptors beside one message after the first: locks of files. Linux allows 253."""
+"""Descriptors with one message after the first: locks of files. Linux allows 253."""
 
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
@@ -68,7 +68,7 @@ def connect(name: str, timeout_s: float) -> socket.socket:
     """A connection to `listen(name)`.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
@@ -138,7 +138,7 @@ class FrameReader:
         return frames
 
 
-def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[list[bytes], list[int]]:
+def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[bytes, list[int]]:
     """Some bytes of a stream and the descriptors that came with them; no bytes at its end.
 
     The descriptors are closed in programs that this process starts.
@@ -151,7 +151,7 @@ def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[list[bytes], l
     for level, kind, raw in messages:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
-    return [data], fds.tolist()
+    return data, fds.tolist()
 
 
 def wait_readable(fds: list[int], timeout_s: float) -> set[int]:

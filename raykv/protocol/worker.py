@@ -79,7 +79,7 @@ NodeMessage = engine.Welcome | JobResults
 
 
 def not_done(job_id: int, num_chunks: int, refusal: Refusal) -> copies.CopyResult:
-    """The result of a job of which nothing was copied, and no place says anything."""
+    """The result of a job that copied nothing, without rows of a listing."""
     every = columns.Numbers.of(range(num_chunks))
     return copies.CopyResult(
         job_id, life=0, number=0, failed_chunks=every, refusals=bytes([refusal]) * num_chunks

@@ -42,7 +42,7 @@ ANSWER_BYTES = 1 << 20
 """In one answer to a reader."""
 
 ROW_BYTES = 550
-"""That Python's objects take for a row beside the bytes in them."""
+"""Overhead of a row's Python objects."""
 
 
 class DescriptionBook:
@@ -108,7 +108,7 @@ class DescriptionBook:
         return list(self._rows.values())
 
     def forget(self, namespace: str | None = None) -> None:
-        """Forget a namespace, and its parts; None: all."""
+        """Forget a namespace with its parts, or all if None."""
         for name in list(self._rows):
             if namespace is None or namespace in (name[0], family_of(name[0])):
                 self._drop(name)
@@ -135,10 +135,9 @@ class DescriptionOutbox:
     thread.
     """
 
-    def __init__(self, waiting_bytes: int = WAITING_BYTES, told_bytes: int = TOLD_BYTES) -> None:
-        self._waiting_bytes = waiting_bytes
+    def __init__(self) -> None:
         self._waiting: deque[descriptions.Description] = deque()
-        self._told = DescriptionBook(told_bytes)
+        self._told = DescriptionBook(TOLD_BYTES)
         # The keys in there: each thread adds or discards single ones.
         self._waiting_keys: set[bytes] = set()
         self._again: deque[descriptions.Description] = deque()
@@ -162,7 +161,7 @@ class DescriptionOutbox:
 
     def add(self, row: descriptions.Description) -> None:
         """Have a chunk described with one of the next exchanges; dropped if too many wait."""
-        if self._bytes_waiting + row.num_bytes > self._waiting_bytes:
+        if self._bytes_waiting + row.num_bytes > WAITING_BYTES:
             self.num_dropped += 1
             return
         self._bytes_put += row.num_bytes
@@ -175,7 +174,7 @@ class DescriptionOutbox:
         return bool(self._waiting or self._again)
 
     def take(self, most_bytes: int = PAGE_BYTES) -> list[descriptions.Description]:
-        """Those of the next exchange; new ones before those that are sent again."""
+        """The rows of the next exchange; new ones before repeated ones."""
         rows: list[descriptions.Description] = []
         left = most_bytes
         for queue in (self._waiting, self._again):

@@ -25,7 +25,7 @@ _ARRAY_FIELDS = 10
 
 
 def bare(key: Key) -> Description:
-    """What stands for the description of a chunk of which no more is known than its key."""
+    """Stands for the description of a chunk if only its key is known."""
     return Description(namespace="", key=key, parent=None, inner=b"", tokens=b"", block_size=0)
 
 

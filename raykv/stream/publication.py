@@ -100,7 +100,7 @@ class Publication:
         self._fresh: deque[ChunkId] = deque()
         self._again: deque[tuple[float, ChunkId]] = deque()
         self._late: deque[tuple[float, ChunkId]] = deque()
-        # By a chunk that waits: those that come after it in a prompt and wait for it.
+        # By a waiting chunk: those behind it in a prompt that wait for it.
         self._blocked: dict[ChunkId, list[ChunkId]] = {}
         self._streams: dict[str, Stream] = {}
         self._topics: dict[tuple[NodeId, Namespace], str] = {}
@@ -190,7 +190,7 @@ class Publication:
     def answer(
         self, asked: Sequence[ChunkId], rows: Mapping[ChunkId, Description], now: float
     ) -> None:
-        """Take what is known of chunks that were asked for, and tell those that can be told."""
+        """Take the answer to `questions`, and publish the chunks that can be."""
         for name, known in rows.items():
             # Before any of them is published: a stream keeps the name under which it first was.
             if known.model:
@@ -205,7 +205,7 @@ class Publication:
             self._tell_in_order(name, now)
 
     def _tell_in_order(self, name: ChunkId, now: float) -> None:
-        """Publish a chunk if it may be, and then those that waited for it."""
+        """Publish a chunk if it is ready, and then those that waited for it."""
         due = [name]
         while due:
             each = due.pop()

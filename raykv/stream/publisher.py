@@ -42,7 +42,7 @@ HIGH_WATER = 1000
 """Messages that wait for one subscriber; beyond it they are dropped for that one."""
 
 REPLAY_HIGH_WATER = 20_000
-"""The same for who asks for what was missed: twice what is kept."""
+"""The same for a subscriber that asks for missed messages: twice the number that is kept."""
 
 QUESTIONS_HIGH_WATER = 16
 """Questions of one subscriber that wait; at this limit no more are read from it."""
@@ -67,7 +67,7 @@ MAX_ASKED = 512
 """Chunks in one question for descriptions."""
 
 MAX_QUESTIONS = 8
-"""Questions before what is known is published."""
+"""Questions asked before the answers so far are published."""
 
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 """Ends an answer of the replay socket, with an empty payload."""
@@ -89,7 +89,7 @@ def first_number(wall_time: float) -> int:
     """Where a life's sequence numbers begin: above all those of earlier lives.
 
     A subscriber that has missed the end of one life and the beginning of the next sees a gap.
-    Numbers are those that a message has room for, whatever the clock says.
+    The number fits into a message, whatever the clock says.
     """
     return min(max(0, int(wall_time)), _MOST_TIME) << _LIFE_BITS
 
@@ -126,7 +126,6 @@ class Sockets:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Close the sockets."""
         self._stopped.set()
         self._thread.join(timeout_s)
 
@@ -185,7 +184,7 @@ class Sockets:
                 self._send(out, message)
 
     def _send(self, out: zmq.Socket[bytes], message: Message) -> None:
-        """Send to all subscribers; those that are full go without."""
+        """Send to all subscribers except those whose queue is full."""
         frames = _frames(message)
         out.setsockopt(zmq.XPUB_NODROP, 1)
         try:

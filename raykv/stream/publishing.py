@@ -47,12 +47,11 @@ def ensure_publisher(settings: Settings) -> None:
 
 
 def find_publisher() -> Any | None:
-    """The publisher, if there is one."""
     return ask.find(names.PUBLISHER)
 
 
 def publisher_status() -> PublisherStatus | None:
-    """What the publisher says of itself; None: there is none.
+    """The publisher's status, or None if there is no publisher.
 
     Raises:
         ClusterError: it does not answer.

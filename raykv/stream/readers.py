@@ -69,7 +69,7 @@ def read_events(
 
 
 def whole_reports(log: Iterable[Event], most: int) -> Iterator[Event]:
-    """The next `most` events, and what is left of the last one's report.
+    """The next `most` events, and the rest of the last one's report.
 
     A report's chunks come by how they have changed: a prompt's later chunk may come before an
     earlier one. Readers of the whole report have both.
@@ -203,8 +203,8 @@ class Insides:
     def describe(
         self, keys: Iterable[bytes], namespace: str | None = None
     ) -> dict[bytes, descriptions.Description]:
-        """By key, nothing for those that nobody has described. None for the namespace: any in which
-        the key is known. A description that is invalid is left out.
+        """Descriptions by key, of any namespace if that is None; without keys that no engine has
+        described, and without invalid descriptions.
 
         Raises:
             ClusterError: Ray does not answer.

@@ -33,7 +33,7 @@ class _ReplayedNode:
 
 
 class Replay:
-    """Apply `Event`s in order; `chunks` are what is where."""
+    """Applies `Event`s in order; `chunks` has the node of every chunk."""
 
     def __init__(self) -> None:
         # Life and number of the last event that is in here.
@@ -68,7 +68,7 @@ class Replay:
             return Moved()
         if isinstance(event, events.BlockEvent):
             return Moved() if node is None else self._move(node_id, node, event)
-        # From here on all that the node has is told anew.
+        # The events that follow tell all that the node has.
         if isinstance(event, events.NodeJoined):
             self._nodes[node_id] = _ReplayedNode(event.node_life)
         else:

@@ -82,7 +82,7 @@ class Stream:
         return self._form.stored(holding.description or bare(name[1]))
 
     def remove(self, name: ChunkId, node_id: NodeId) -> Holding | None:
-        """A node has lost a chunk; returns what is not held any more."""
+        """A node has lost a chunk; returns the chunk if no node has it any more."""
         holding = self.held.get(name)
         if holding is None or node_id not in holding.nodes:
             return None

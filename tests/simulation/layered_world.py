@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,14 @@ class ForgottenError(AssertionError):
     """A request is scheduled by nobody, though there is room for it."""
 
 
-def prefix_name(tokens: list[int]) -> int:
-    return hash(tuple(tokens)) or 1
+def prefix_names(tokens: Iterable[int]) -> list[int]:
+    """Of all that the tokens begin with, the first token alone at first."""
+    names = list(accumulate(tokens, lambda name, token: hash((name, token)) or 1, initial=1))
+    return names[1:]
 
 
 def next_token(tokens: list[int]) -> int:
-    return 2 + abs(prefix_name(tokens)) % 50
+    return 2 + abs(hash(tuple(tokens))) % 50
 
 
 def seen(kind: KVCacheSpec, at: int, num_prompt: int) -> Iterator[int]:
@@ -363,24 +365,24 @@ class World:
         """Whether a group has all that is needed of what is before a step's tokens."""
         if isinstance(kind, MambaSpec):
             before = step.begin - 1
-            return before < 0 or self.blocks[table[before // CHUNK]][0] == step.name(before)
+            return before < 0 or self.blocks[table[before // CHUNK]][0] == step.names[before]
         size = kind.block_size
         return all(
-            self.blocks[table[at // size]][at % size] == step.name(at)
+            self.blocks[table[at // size]][at % size] == step.names[at]
             for at in seen(kind, step.begin, step.num_prompt)
         )
 
     def _write(self, step: Computed, table: list[int], kind: KVCacheSpec, is_right: bool) -> None:
         if isinstance(kind, MambaSpec):
             for column, last in states_of(step, kind, self.scheduler).items():
-                self.blocks[table[column]] = [step.name(last) if is_right else RUBBISH] * CHUNK
+                self.blocks[table[column]] = [step.names[last] if is_right else RUBBISH] * CHUNK
             return
         size = kind.block_size
         for at in range(step.begin, step.end):
             block = self.blocks.setdefault(table[at // size], [RUBBISH] * size)
             # Blocks of all groups are of one size in bytes, and go from one to another.
             block += [RUBBISH] * (size - len(block))
-            block[at % size] = step.name(at) if is_right else RUBBISH
+            block[at % size] = step.names[at] if is_right else RUBBISH
 
 
 @dataclass
@@ -491,9 +493,10 @@ class Computed:
     begin: int
     end: int
 
-    def name(self, last: int) -> int:
-        """Of the prefix that ends with the token at this place."""
-        return prefix_name(self.tokens[: last + 1])
+    @cached_property
+    def names(self) -> list[int]:
+        """By place, of the prefix that ends with the token there."""
+        return prefix_names(self.tokens)
 
 
 def states_of(step: Computed, kind: MambaSpec, scheduler: Scheduler) -> dict[int, int]:

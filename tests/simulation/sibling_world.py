@@ -23,7 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from raykv.vllm.connector import RayKVConnector
 from tests.fixtures.vllm import CHUNK
-from tests.simulation.layered_world import RUBBISH, AheadWorld, bind, prefix_name
+from tests.simulation.layered_world import RUBBISH, AheadWorld, bind, prefix_names
 
 
 class Within(KVConnectorMetadata):
@@ -49,11 +49,10 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         first = self._num_local[request.request_id] // CHUNK
-        tokens = list(request.all_token_ids)
+        names = prefix_names(request.all_token_ids)
         for at in range(first, first + num_external_tokens // CHUNK):
-            ends = range(at * CHUNK + 1, (at + 1) * CHUNK + 1)
             block = blocks.blocks[0][at].block_id
-            self._loads[block] = [prefix_name(tokens[:end]) for end in ends]
+            self._loads[block] = names[at * CHUNK : (at + 1) * CHUNK]
 
     def build_connector_meta(self, scheduler_output: Any) -> Within:
         loads, self._loads = self._loads, {}
@@ -118,10 +117,9 @@ class SiblingWorld(AheadWorld):
         """Each chunk that can be loaded is what its key says."""
         named: dict[bytes, list[int]] = {}
         for asked in self.asked.values():
-            tokens = list(asked.request.all_token_ids)
+            names = prefix_names(asked.request.all_token_ids)
             for at, name in enumerate(asked.request.block_hashes):
-                ends = range(at * CHUNK + 1, (at + 1) * CHUNK + 1)
-                named[name] = [prefix_name(tokens[:end]) for end in ends]
+                named[name] = names[at * CHUNK : (at + 1) * CHUNK]
         wrong = [
             key
             for key in self.view.loadable

@@ -17,15 +17,9 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.vllm import CHUNK, FULL, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
 
 
 class DurableWorld(HookWorld):
@@ -37,7 +31,6 @@ class DurableWorld(HookWorld):
     def __init__(self, model: Path, kinds: Sequence[KVCacheSpec], *, is_async: bool) -> None:
         super().__init__(model, 1, num_blocks=80, kinds=kinds, is_async=is_async)
         self.worker_side._worker._is_durable = True
-        self.evicting = 0.0
         self.pooled: dict[str, set[bytes]] = {}
         self._most_ahead = 1 if is_async else 0
         self._scheduled: deque[tuple[Any, dict[str, int]]] = deque()
@@ -89,8 +82,7 @@ def num_late(world: DurableWorld) -> int:
         world.step()
     soon = world.names()
     world.run()
-    world.check()
-    world.check_rest()
+    world.check_all()
     assert soon == world.names()
     (asked,) = world.asked.values()
     # The last token of an answer is not computed.

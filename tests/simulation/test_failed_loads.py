@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import RequestStatus
 
-from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.vllm import CHUNK, FULL, STATE, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt
@@ -34,15 +33,9 @@ NUM_LOADED = {(FULL,): 6, SEVERAL: 6 + 2, ALONE: 2}
 """Chunks that the document's second request loads; of the window its own alone."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
-
-
 def stored(model: Path, kinds: tuple[KVCacheSpec, ...], seed: int = 1) -> HookWorld:
     """The document is in the pool, and not in vLLM's own cache."""
     world = HookWorld(model, seed, num_blocks=80, kinds=kinds)
-    world.evicting = 0.0
     world.add(DOCUMENT)
     world.run()
     assert world.scheduler.reset_prefix_cache()
@@ -78,8 +71,7 @@ def test_failed_load_is_told_by_its_request_which_is_computed(
     request_id = world.add(DOCUMENT)
     world.run()
     assert told_as_failed(world) == ({request_id}, set())
-    world.check()
-    world.check_rest()
+    world.check_all()
     assert not world.line.num_loaded
 
 
@@ -92,8 +84,7 @@ def test_failed_load_of_one_group_is_told_by_its_blocks_and_the_request_is_compu
     world.run()
     requests, blocks = told_as_failed(world)
     assert (requests, len(blocks)) == (set(), 6)
-    world.check()
-    world.check_rest()
+    world.check_all()
 
 
 def test_request_of_several_groups_whose_load_fails_ends_where_vllm_is_to_fail_it(
@@ -129,8 +120,7 @@ def test_pause_that_keeps_requests_ends_although_a_prompt_was_loading(
         assert not world.scheduler._inflight_prefills
         world.scheduler.set_pause_state(PauseState.UNPAUSED)
         world.run()
-        world.check()
-        world.check_rest()
+        world.check_all()
 
 
 def test_request_with_the_id_of_an_earlier_one_is_computed_stored_and_loaded(model: Path) -> None:
@@ -139,7 +129,6 @@ def test_request_with_the_id_of_an_earlier_one_is_computed_stored_and_loaded(mod
     """
     for seed in range(8):
         world = HookWorld(model, seed, num_blocks=80)
-        world.evicting = 0.0
         name = "again"
         for number in (1, 2, 1, 3, 2):
             world.check()
@@ -170,8 +159,7 @@ def test_reset_leaves_blocks_alone_that_are_still_loaded_into(model: Path) -> No
         world.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert loading.num_computed_tokens == 6 * CHUNK
     world.run()
-    world.check()
-    world.check_rest()
+    world.check_all()
     assert world.line.num_loaded == NUM_LOADED[(FULL,)]
 
 
@@ -187,8 +175,7 @@ def test_answers_are_right_whichever_chunks_do_not_come(
         world.add([*DOCUMENT[:length], *prompt(number, 9)], 4)
         world.run()
         world.scheduler.reset_prefix_cache()
-    world.check()
-    world.check_rest()
+    world.check_all()
     assert world.line.num_loaded
     assert told_as_failed(world)[1 if kinds == (FULL,) else 0]
 
@@ -210,7 +197,6 @@ def test_request_whose_load_failed_is_admitted_where_it_fits_once_and_not_twice(
     model: Path, kinds: tuple[KVCacheSpec, ...], lost: int
 ) -> None:
     world = HookWorld(model, 1, num_blocks=30, kinds=kinds)
-    world.evicting = 0.0
     world.add(LONG)
     world.run()
     assert world.scheduler.reset_prefix_cache()
@@ -218,5 +204,4 @@ def test_request_whose_load_failed_is_admitted_where_it_fits_once_and_not_twice(
     world.add([*LONG, 5])
     world.add(DOCUMENT)
     world.run()
-    world.check()
-    world.check_rest()
+    world.check_all()

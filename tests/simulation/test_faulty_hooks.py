@@ -6,8 +6,9 @@ vLLM's scheduler, its offloading scheduler and worker, and both sides of RayKV's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from raykv.base.ids import Direction
 from raykv.engine.view import EngineView
-from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.vllm.internals.names import vllm_version
 from tests.fixtures.vllm import FULL, STATE
 from tests.simulation.hook_world import (
@@ -48,11 +48,6 @@ NAMES = ["one_group", "window", "states"]
 DOCUMENTS = [prompt(number, 100) for number in range(4)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
-
-
 @pytest.fixture(autouse=True)
 def time_is_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fast machine as on a slow one, what is due after a time is due after as many steps.
@@ -65,7 +60,7 @@ def time_is_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def play(world: HookWorld) -> None:
     """Requests of few documents come, are taken back, preempted, and load what others stored."""
-    rng = world.rng
+    rng, world.evicting = world.rng, 0.01
     for document in DOCUMENTS:
         world.add(document)
     world.run()
@@ -88,9 +83,7 @@ def points_passed(model: Path, seed: int, kinds: Kinds) -> dict[Point, str]:
     faults = Faults()
     world = HookWorld(model, seed, faults, kinds=kinds)
     play(world)
-    world.check()
-    world.check_rest()
-    world.check_pool()
+    world.check_all()
     assert world.line.num_loaded
     return faults.seen
 
@@ -123,9 +116,7 @@ def outcome(
             world.scheduler.reset_prefix_cache()
             world.add(DOCUMENTS[0], 3)
             world.run()
-        world.check()
-        world.check_rest()
-        world.check_pool()
+        world.check_all()
         # Where the line itself fails, there is nothing left to load through.
         assert world.line.num_loaded > before or (keeps_on and world.line.is_closed), "no loads"
     except (AssertionError, PlantedError) as error:
@@ -138,7 +129,7 @@ PARTS = 4
 
 
 def play_all(
-    model: Path, seed: int, kinds: Kinds, *, every: int, part: int = 0, parts: int = 1
+    model: Path, seed: int, kinds: Kinds, *, every: int, part: int, parts: int
 ) -> list[Outcome]:
     """With an exception at one point in `every`, once and each time; one part of them all."""
     points = sorted(points_passed(model, seed, kinds).items())[seed % every :: every]
@@ -161,29 +152,23 @@ def test_engine_without_exceptions_passes_every_hook(model: Path, kinds: Kinds) 
     )
 
 
+def cases() -> Iterator[Any]:
+    """Some points in parts of some seconds; `make test-extended` has many more."""
+    for kinds, name, few, many in zip(KINDS, NAMES, (36, 72, 72), (1, 4, 4), strict=True):
+        for part in range(2):
+            yield pytest.param(kinds, few, 1, part, 2, id=f"{name}-{part}")
+        for seed, part in product((1, 2), range(PARTS)):
+            at = f"{name}-all-{seed}-{part}"
+            yield pytest.param(kinds, many, seed, part, PARTS, marks=pytest.mark.extended, id=at)
+
+
 @pytest.mark.expects_failures
+@pytest.mark.parametrize(("kinds", "every", "seed", "part", "parts"), [*cases()])
 def test_exception_in_a_hook_leaves_right_tokens_and_an_engine_that_comes_to_rest(
-    model: Path,
+    model: Path, kinds: Kinds, every: int, seed: int, part: int, parts: int
 ) -> None:
-    outcomes = [
-        each
-        for kinds, every in zip(KINDS, (36, 72, 72), strict=True)
-        for each in play_all(model, 1, kinds, every=every)
-    ]
-    assert len(outcomes) > 75
-    assert not wrong_ones(outcomes)
-
-
-@pytest.mark.expects_failures
-@pytest.mark.extended
-@pytest.mark.parametrize(("kinds", "every"), [*zip(KINDS, (1, 4, 4), strict=True)], ids=NAMES)
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("part", range(PARTS))
-def test_exception_at_any_point_of_any_hook_leaves_right_tokens_and_an_engine_at_rest(
-    model: Path, kinds: Kinds, every: int, seed: int, part: int
-) -> None:
-    outcomes = play_all(model, seed, kinds, every=every, part=part, parts=PARTS)
-    assert len(outcomes) > 2000 // every // PARTS
+    outcomes = play_all(model, seed, kinds, every=every, part=part, parts=parts)
+    assert len(outcomes) > 2000 // every // parts
     assert not wrong_ones(outcomes)
 
 
@@ -241,8 +226,7 @@ def test_loads_of_others_go_out_while_one_request_has_every_step_fail(busy: Hook
         busy.step()
     assert busy.line.num_loaded >= 4
     busy.run()
-    busy.check()
-    busy.check_rest()
+    busy.check_all()
 
 
 @pytest.mark.expects_failures
@@ -251,7 +235,6 @@ def test_load_whose_result_is_not_understood_counts_as_failed(
     model: Path, monkeypatch: pytest.MonkeyPatch, kinds: Kinds
 ) -> None:
     world = HookWorld(model, 1, kinds=kinds)
-    world.evicting = 0.0
     world.add(DOCUMENTS[0])
     world.run()
     assert world.scheduler.reset_prefix_cache()
@@ -260,8 +243,7 @@ def test_load_whose_result_is_not_understood_counts_as_failed(
     monkeypatch.setattr(DirectionalTransferStats, "record", record)
     world.add(DOCUMENTS[0])
     world.run()
-    world.check()
-    world.check_rest()
+    world.check_all()
     assert not world.line.num_loaded
 
 
@@ -311,8 +293,7 @@ def test_reset_while_the_node_actor_is_dead_is_over_when_its_jobs_have_failed(
     assert len(flushed) == has_fence
     assert not flushed or flushed[0] > reset_at
     assert not busy.connector._tables.fence
-    busy.check()
-    busy.check_rest()
+    busy.check_all()
     assert not busy.view.loadable
 
 

@@ -20,7 +20,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from raykv.base import guard
 from raykv.engine.layered import LayeredLoads
-from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.vllm import layered
 from raykv.vllm.internals import scheduling
 from raykv.vllm.layered import LayeredScheduling, LoadScheduling
@@ -29,12 +28,6 @@ from tests.fixtures.vllm import CHUNK
 from tests.simulation.layered_world import AheadWorld, World, WrongAnswerError
 
 SEEDS = range(60)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    return tiny_llama(folder, layers=1, hidden_size=32, vocab_size=64)
 
 
 def prompt(number: int, length: int) -> list[int]:

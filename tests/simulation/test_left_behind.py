@@ -15,7 +15,6 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.effort import seeds
 from tests.fixtures.vllm import CHUNK, CHUNKED, FULL, PROMPT, STATE, STATE_INSIDE, WINDOW
 from tests.simulation.hook_world import HookWorld
@@ -34,11 +33,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
-
-
 @pytest.fixture(params=KINDS)
 def kinds(request: pytest.FixtureRequest) -> tuple[KVCacheSpec, ...]:
     return KINDS[request.param]
@@ -49,7 +43,6 @@ def test_reset_offers_no_block_that_was_left_behind(
     model: Path, kinds: tuple[KVCacheSpec, ...], interval: int | None
 ) -> None:
     world = HookWorld(model, 1, num_blocks=24, kinds=kinds, retention_interval=interval)
-    world.evicting = 0.0
     world.add(prompt(1, 7 * CHUNK), 80)
     for _ in range(45):
         world.step()
@@ -60,16 +53,13 @@ def test_reset_offers_no_block_that_was_left_behind(
             world.step()
     assert world.connector.reset_cache() is True
     world.run()
-    world.check()
-    world.check_rest()
-    world.check_pool()
+    world.check_all()
 
 
 def test_session_that_goes_on_is_stored_under_its_names(
     model: Path, kinds: tuple[KVCacheSpec, ...]
 ) -> None:
     world = HookWorld(model, 1, num_blocks=80, kinds=kinds)
-    world.evicting = 0.0
     for turn in range(4):
         world.add_turn("session", prompt(turn, 2 * CHUNK + 5), 5)
         for _ in range(12):
@@ -77,8 +67,7 @@ def test_session_that_goes_on_is_stored_under_its_names(
     tokens = list(world.asked["session"].request.all_token_ids)
     world.abort("session")
     world.run()
-    world.check_pool()
-    world.check_rest()
+    world.check_all()
     assert world.scheduler.reset_prefix_cache()
     world.add(tokens)
     world.run()
@@ -90,7 +79,7 @@ def play(world: HookWorld, most: int) -> None:
     """Few blocks for few documents: requests are pre-empted and taken back, sessions go on, and all
     is forgotten now and then.
     """
-    rng = world.rng
+    rng, world.evicting = world.rng, 0.01
     documents = [prompt(number, 150) for number in range(3)]
     world.aborting = 0.02
     for at in range(most):
@@ -125,5 +114,4 @@ def test_pool_is_right_whatever_is_left_behind(
         model, seed, num_blocks=num_blocks, kinds=kinds, retention_interval=interval, share=share
     )
     play(world, 60)
-    world.check()
-    world.check_rest()
+    world.check_all()

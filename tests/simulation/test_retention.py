@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.vllm import CHUNK
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_failed_loads import DOCUMENT, SEVERAL
@@ -23,19 +22,13 @@ LENGTHS = {None: {3, 4, 6}, 0: {6}, CHUNK: {3, 4, 6}, 4 * CHUNK: {4, 6}}
 The window looks back two chunks."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
-
-
 def loads(world: HookWorld, tokens: list[int]) -> int:
     """Chunks that a request loads, of both groups."""
     assert world.scheduler.reset_prefix_cache()
     before = world.line.num_loaded
     world.add(tokens)
     world.run()
-    world.check()
-    world.check_rest()
+    world.check_all()
     return world.line.num_loaded - before
 
 
@@ -45,7 +38,6 @@ def test_beginning_of_a_document_is_found_where_the_window_was_kept(
     model: Path, interval: int | None, length: int
 ) -> None:
     world = HookWorld(model, 1, num_blocks=80, kinds=SEVERAL, retention_interval=interval)
-    world.evicting = 0.0
     world.add(DOCUMENT)
     world.run()
     tokens = [*DOCUMENT[: length * CHUNK], *prompt(9, 20)]
@@ -66,6 +58,5 @@ def test_answers_are_right_whatever_comes_and_goes(model: Path, interval: int | 
         if number % 4 == 3:
             world.run()
             assert world.scheduler.reset_prefix_cache()
-    world.check()
-    world.check_rest()
+    world.check_all()
     assert world.line.num_loaded > 20

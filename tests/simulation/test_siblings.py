@@ -8,16 +8,10 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.effort import seeds
 from tests.fixtures.vllm import CHUNK
 from tests.simulation.sibling_world import SiblingWorld
 from tests.simulation.test_layered_scheduler import prompt
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

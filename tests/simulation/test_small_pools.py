@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.effort import seeds
 from tests.simulation.bugs import POOL_BUGS
 from tests.simulation.small_pools import play
@@ -28,11 +27,6 @@ FINDERS = {
 """The seeds that find them, and what is found."""
 
 LIMIT_S = 240.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
 
 
 @pytest.mark.parametrize("seed", seeds(7, range(NUM_SEEDS)))

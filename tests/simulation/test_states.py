@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.effort import seeds
 from tests.fixtures.vllm import CHUNK, FULL, STATE, STATE_INSIDE
 from tests.simulation.hook_world import HookWorld
@@ -30,18 +29,9 @@ KINDS = {
 DOCUMENT = prompt(1, 14 * CHUNK + 3)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
-
-
 def quiet_world(model: Path, name: str, share: float) -> HookWorld:
-    """Without evictions; vLLM would keep the states at prompts' ends alone."""
-    world = HookWorld(
-        model, 1, num_blocks=160, kinds=KINDS[name], retention_interval=0, share=share
-    )
-    world.evicting = 0.0
-    return world
+    """vLLM would keep the states at prompts' ends alone."""
+    return HookWorld(model, 1, num_blocks=160, kinds=KINDS[name], retention_interval=0, share=share)
 
 
 def num_loaded(world: HookWorld, tokens: list[int]) -> int:
@@ -49,9 +39,7 @@ def num_loaded(world: HookWorld, tokens: list[int]) -> int:
     assert world.scheduler.reset_prefix_cache()
     request_id = world.add(tokens)
     world.run()
-    world.check()
-    world.check_rest()
-    world.check_pool()
+    world.check_all()
     records = world.view.accounts.take_records()
     (loaded,) = [each.loaded for each in records if each.request_id == request_id]
     return loaded
@@ -117,6 +105,5 @@ def test_answers_and_pool_are_right_whatever_is_evicted_or_does_not_come(
             world.run()
             world.check_pool()
             assert world.scheduler.reset_prefix_cache()
-    world.check()
-    world.check_rest()
+    world.check_all()
     assert world.line.num_loaded or not share

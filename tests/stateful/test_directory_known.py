@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, EventKind, Key, Namespace, NodeId
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import Orders
+from raykv.directory.known.members import EXPIRY_S
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer
 from raykv.protocol.framing import decode, encode
@@ -38,7 +39,6 @@ NODES = [NodeId("one"), NodeId("two"), NodeId("three")]
 NAMES = [(Namespace(space), Key(bytes([number]) * 8)) for space in "ab" for number in range(2)]
 WHERE = [Where.NOWHERE, Where.RAM, Where.DISK, Where.RAM | Where.DISK]
 CHANGES_KEPT = 8
-EXPIRY_S = 10.0
 MAX_EVENTS = 40
 MOST_ROUNDS = 8
 """Of reports, after which all must be known and told."""
@@ -166,9 +166,7 @@ class DirectoryKnownMachine(RuleBasedStateMachine):
 
     def begin_directory(self) -> None:
         self.lives += 1
-        self.directory = Directory(
-            self.lives, Orders(None, 1, self.now), node_expiry_s=EXPIRY_S, most_events=MAX_EVENTS
-        )
+        self.directory = Directory(self.lives, Orders(None, 1, self.now), most_events=MAX_EVENTS)
         # As of its answers: how far it has read.
         self.read: dict[NodeId, Position] = {}
         self.seq = 0

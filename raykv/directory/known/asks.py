@@ -1,4 +1,4 @@
-"""What engines ask of the directory: who has keys, and what is known of the others.
+"""Questions of engines: which nodes have keys, and what is known of the missing ones.
 
 An answer is no promise: a node may have given a chunk up since it reported.
 """
@@ -19,7 +19,7 @@ from raykv.protocol.columns import Numbers, Source, SourceKind, SourceRows
 from raykv.protocol.engine import MOST_SOURCES, Ask, AskAnswer
 
 MOST_DEPARTED = 262_144
-"""Chunks of which it is remembered why the last copy went: some 35 MB."""
+"""Chunks for which the reason is remembered why the last copy went: some 35 MB."""
 
 MOST_SPACES = 16
 """With more namespaces others are not looked through for a key."""

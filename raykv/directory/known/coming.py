@@ -119,7 +119,7 @@ class Coming:
             self._end(oldest.namespace, list(oldest.keys))
 
     def _end(self, namespace: Namespace, keys: Sequence[Key]) -> None:
-        """Nobody stores these any more, if anybody did."""
+        """End the announcements of these keys, if there are any."""
         announced = self._by_key.get(namespace, {})
         for key in announced.keys() & keys:
             one = announced.pop(key)

@@ -30,7 +30,7 @@ MOST_WAITING = 256
 """Orders, and documents of members."""
 
 MOST_REFUSED = 256
-"""Orders of which it is remembered why they were refused."""
+"""Refused orders whose reason is remembered."""
 
 DIGEST_BYTES = 16
 
@@ -48,7 +48,7 @@ class OrderDesk:
     """See the module's docstring. Times are of the clock of the orders.
 
     Args:
-        orders: what is in force.
+        orders: those in force.
         pin_keys: by digest, the keys of pins that the store has.
         engines: all that nodes introduce.
     """
@@ -57,7 +57,7 @@ class OrderDesk:
         self,
         orders: Orders,
         pin_keys: dict[bytes, bytes],
-        engines: Callable[[], Iterable[node.ReportedEngine]] = tuple,
+        engines: Callable[[], Iterable[node.ReportedEngine]],
     ) -> None:
         self._orders = orders
         self._engines = engines
@@ -89,7 +89,7 @@ class OrderDesk:
         return self._keeping is not None
 
     def next(self, now: float) -> Draft | None:
-        """What the store is to keep now; it is told with `kept`. None: nothing."""
+        """The draft that the store is to keep now, if there is one; `kept` confirms it."""
         if self._keeping is None:
             self._keeping = self._first(now) or self._met(now) or self._ordered(now)
             return self._keeping
@@ -192,7 +192,7 @@ class OrderDesk:
     # Questions
 
     def state(self, order_id: str, now: float) -> operator.OrderState:
-        """What has become of an order; before members had time to report, nobody knows that."""
+        """The state of an order; unknown until members have had time to report."""
         if self._orders.is_early(now):
             return operator.OrderState()
         stamp = self._orders.number_of(order_id)

@@ -47,9 +47,7 @@ MOST_CHUNKS = 1 << 25
 """Of one node, that the directory keeps; one that is in RAM and on disk counts twice."""
 
 MOST_INTRODUCED = 256
-"""Namespaces of which it is remembered what their engines have said, and engines that no node has
-introduced.
-"""
+"""Namespaces whose engines' introduction is remembered, and engines that no node has introduced."""
 
 TIERS = (listing.Where.RAM, listing.Where.DISK)
 
@@ -63,8 +61,7 @@ class Directory:
     Args:
         life: of the scheduler actor.
         orders: what operators want; callers change it outside of the directory.
-        node_expiry_s: a node that is silent for this long is lost.
-        most_events: that are kept.
+        most_events: events that are kept.
     """
 
     def __init__(
@@ -72,15 +69,13 @@ class Directory:
         life: int,
         orders: document.Orders,
         *,
-        node_expiry_s: float = 10.0,
         most_events: int = events.MOST_EVENTS,
     ) -> None:
         self.life = life
         self.cost_s = 0.0002
         """What a report was measured to cost."""
-        self.members = members.Members(node_expiry_s)
+        self.members = members.Members()
         self.events = events.EventRing(most_events)
-        self._node_expiry_s = node_expiry_s
         self._orders = orders
         self._holdings = holdings.Holdings()
         self._coming = coming.Coming()
@@ -89,7 +84,7 @@ class Directory:
         self._marks = marks.SpareMarks(self._holdings, self.members.is_staying, self._numbering)
         self.sessions = sessions.SessionNodes(self._numbering)
         self._use = NamespaceUse()
-        # When it was called first: before all nodes had time to report nobody is alone.
+        # Time of the first call: until all nodes have had time to report, none counts as alone.
         self.began_at: float | None = None
         # What engines have said of a namespace outlives them; the one that was last said is last.
         self.introduced: dict[Namespace, EngineHello] = {}
@@ -101,7 +96,7 @@ class Directory:
     # Reports
 
     def report(self, report: node.Report, now: float) -> node.ReportAnswer:
-        """Take in a node's report. One that is over is answered as if nobody knew the node."""
+        """Take in a node's report. One that is over is answered like that of an unknown node."""
         self._look(now)
         if self.members.is_over(report):
             return node.ReportAnswer(
@@ -228,7 +223,7 @@ class Directory:
 
     def _knows_others(self, now: float) -> bool:
         """Whether all nodes that are there had time to report."""
-        return self.began_at is not None and now - self.began_at >= self._node_expiry_s
+        return self.began_at is not None and now - self.began_at >= members.EXPIRY_S
 
     # Questions
 
@@ -249,7 +244,7 @@ class Directory:
         """Engines that have asked lately and that no node introduces: by id, where each is."""
         while self._strangers:
             engine, (_, asked_at) = next(iter(self._strangers.items()))
-            if now - asked_at < self._node_expiry_s and len(self._strangers) <= MOST_INTRODUCED:
+            if now - asked_at < members.EXPIRY_S and len(self._strangers) <= MOST_INTRODUCED:
                 break
             del self._strangers[engine]
         return {engine.engine_id: node_id for engine, (node_id, _) in self._strangers.items()}
@@ -288,7 +283,7 @@ class Directory:
         return silent
 
     def _look(self, now: float) -> None:
-        """What has changed beside the directory."""
+        """Start the clock, and log the clearings since the last call."""
         if self.began_at is None:
             self.began_at = now
         for namespace, floor in self._orders.take_cleared().items():

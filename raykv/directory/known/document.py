@@ -3,7 +3,7 @@
                 draft, meet, first                confirm
    (in force) ──────────────────► being kept ──────────────► in force, at a higher number
        ▲                              │ the store of Ray's head has not kept it
-       └──────────────────────────────┘ nobody has heard of it
+       └──────────────────────────────┘ no node has heard of it
 
 Numbers rise within a history. Where the store has lost what members have seen, a later history
 begins: to go on above the number of one member would give a number that another one has seen with
@@ -43,7 +43,7 @@ MEMBERS_S = 5.0
 """How long members have to show the document that they have seen last."""
 
 MOST_DONE = 4096
-"""Orders of which a life remembers the numbers: engines that reset all at once ask for theirs."""
+"""Orders whose numbers a life remembers: engines that all reset at once ask for theirs."""
 
 DRAWN_BITS = 32
 """Of a history; above them is how many there were before it."""
@@ -60,7 +60,7 @@ class Orders:
     """See the module's docstring. Times are of one clock that never goes back.
 
     Args:
-        kept: what the store of Ray's head has; None: nothing.
+        kept: the document in the store of Ray's head, if there is one.
         drawn: a number of 32 bits that no other life has.
         now: when this life began.
     """
@@ -70,10 +70,10 @@ class Orders:
         # Until then members may show what the store has lost; and the latest that they have shown.
         self._waits_until = now + MEMBERS_S
         self._met: OrdersDocument | None = None
-        # Histories of which a document was met, and all namespaces that had a floor in one of them.
+        # Histories that members have shown, and all namespaces that had a floor in one of them.
         self._histories = {kept.stamp.history} if kept else set()
         self._floored: set[str] = set()
-        # What is in force, and since when here: pins are told by the time that they have left.
+        # The document in force, and since when: pins are sent with the time that they have left.
         self._document, self._since = kept, now
         self._done = dict(kept.done) if kept else {}
         self._shown: dict[NodeId, Stamp] = {}
@@ -86,7 +86,7 @@ class Orders:
         return self._document.stamp if self._document else NOTHING_ORDERED
 
     def told(self, now: float) -> OrdersDocument | None:
-        """The document as it is told now; pins whose time is over are not in it."""
+        """The document in force, without the pins that have expired."""
         return None if self._document is None else self._document.later(now - self._since)
 
     def confirm(self, draft: OrdersDocument, now: float) -> None:
@@ -133,7 +133,7 @@ class Orders:
     # Operators
 
     def is_early(self, now: float) -> bool:
-        """Whether members may still show what is not known here: nothing is ordered yet."""
+        """Whether members may still show unknown orders: no order is carried out yet."""
         return self._document is None or now < self._waits_until
 
     def number_of(self, order_id: str) -> Stamp | None:
@@ -149,7 +149,7 @@ class Orders:
             changes: fields of the document.
 
         Raises:
-            OrderError: what is in force is not known yet, or the document would be too large.
+            OrderError: it is early, or the document would be too large.
         """
         return _affordable(self._drafted(order_id, now, **changes))
 
@@ -174,7 +174,7 @@ class Orders:
         """
         made = self._drafted(order_id, now)
         floors = clearings.Clearings(made.floors)
-        # What was offered before anybody heard of this number has a lower stamp.
+        # Chunks offered before this number was sent have a lower stamp.
         floors.take({namespace: made.stamp.number})
         return _readable(msgspec.structs.replace(made, floors=floors.told))
 
@@ -197,8 +197,8 @@ class Orders:
     def meet(self, theirs: OrdersDocument, now: float) -> OrdersDocument | None:
         """A member's document; the draft that it makes, if one is in force here.
 
-        Of the same history theirs counts: the store has gone back. Of another one ours does: that
-        member was away when nobody had any, and what was cleared there is void here, too.
+        If it is of the same history, theirs counts: the store has gone back. Otherwise ours does:
+        the member was away when this history began, and what was cleared there is void here too.
         """
         if not self._is_newer(theirs.stamp):
             return None
@@ -242,7 +242,7 @@ class Orders:
         return cleared
 
     def namings(self, engines: Iterable[node.ReportedEngine]) -> dict[int, Naming]:
-        """What weights of engines are called, by the life: of those that have not heard it yet."""
+        """Names of weights by the life of the engine, for engines that have not heard theirs."""
         known = self._document.namings if self._document else {}
         named = ((each, known.get(each.hello.life)) for each in engines)
         return {

@@ -46,7 +46,7 @@ class KnownEvent(NamedTuple):
 class EventRing:
     """See the module's docstring."""
 
-    def __init__(self, most: int = MOST_EVENTS) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
         # Events of one kind and report, whose keys alone differ: the first one, and all keys. The
         # oldest run may begin before the oldest event that is kept.

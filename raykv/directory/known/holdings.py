@@ -219,7 +219,7 @@ class Holdings:
 
 
 def grouped(items: Sequence[T], by: Sequence[G]) -> Mapping[G, Sequence[T]]:
-    """Items by what stands beside each, in their order."""
+    """Items grouped by the value at the same position in `by`, in their order."""
     groups: dict[G, list[T]] = {each: [] for each in dict.fromkeys(by)}
     if len(groups) == 1:
         return dict.fromkeys(groups, items)

@@ -44,11 +44,11 @@ PLACE_BYTES = 7
 """Numbers of nodes and of chunks are below 2**56: places on one line."""
 
 MOST_SHOWN = MAX_NUMBER >> 1
-"""What is above that is no number of anybody."""
+"""Larger numbers are invalid."""
 
 
 class Numbering:
-    """Numbers of what is said to nodes, which say which ones they have heard: each is given once.
+    """Numbers messages to nodes, each once; nodes report the last number that they have heard.
 
     A node shows the last number that it has taken, and may show one of an earlier life of the
     directory until it has heard of this one: so an answer's number is above all that were shown
@@ -74,9 +74,9 @@ class Numbering:
 
 @dataclass(slots=True)
 class _Marked:
-    """What is to be told to one node: names that wait, and those that are out, with their number.
+    """Marks for one node: names that wait, and those in its answers, with their number.
 
-    `forgets`: the node is to forget all earlier marks; `is_told_to`: what is out says so.
+    `forgets`: the node must forget all earlier marks; `is_told_to`: the answer says so.
     """
 
     spare: dict[Name, None] = field(default_factory=dict)
@@ -92,9 +92,9 @@ class SpareMarks:
     """See the module's docstring.
 
     Args:
-        holdings: who has what.
+        holdings: which nodes have which chunks.
         is_staying: whether a member does not leave.
-        numbering: of what is told.
+        numbering: of the answers.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class SpareMarks:
                 self._marked[other].spared_by.add(keeper)
 
     def _staying(self, held: Iterable[HeldAt], but: NodeId | None = None) -> list[int]:
-        """Places of those that have a chunk in RAM and stay."""
+        """Places of the staying members that have a chunk in RAM."""
         return [
             self._place_of[node_id]
             for node_id in _in_ram(held)
@@ -193,7 +193,7 @@ class SpareMarks:
         ]
 
     def _nearest(self, key: Key, places: Iterable[int]) -> NodeId | None:
-        """Who keeps a chunk, of those that have it and stay."""
+        """The keeper of a chunk, given the places of the staying members that have it."""
         nearest = min(places, key=_place_of_key(key).__xor__, default=None)
         return None if nearest is None else self._at_place[nearest]
 
@@ -207,7 +207,7 @@ class SpareMarks:
         return self._place_of[node_id] ^ own < self._place_of[other] ^ own
 
     def _wait(self, node_id: NodeId, name: Name, *, spare: bool) -> None:
-        """A member is to be told of a chunk."""
+        """Queue a chunk's name for a member."""
         marked = self._marked[node_id]
         marked.spare.pop(name, None)
         marked.kept.pop(name, None)
@@ -247,7 +247,7 @@ class SpareMarks:
             marked.is_told_to, marked.forgets = marked.forgets, False
 
     def _split(self, node_id: NodeId, marked: _Marked) -> tuple[list[Name], list[Name]]:
-        """Of what is out, the names whose copies are spare now, and those that are kept."""
+        """Split the names in the answer into copies that are spare now, and kept ones."""
         by_namespace: dict[Namespace, list[Key]] = {}
         for namespace, key in marked.out:
             by_namespace.setdefault(namespace, []).append(key)
@@ -291,7 +291,7 @@ class SpareMarks:
 
 
 def _forget(marked: _Marked) -> None:
-    """A node is to forget all marks: what is out is void, and what was kept need not be said."""
+    """Make a node forget all marks: the names in its answer, and kept ones that wait, are void."""
     marked.kept.clear()
     marked.out, marked.number, marked.is_told_to = [], 0, False
     marked.forgets = True

@@ -1,6 +1,6 @@
 """The members: nodes whose NodeActors report, and what each has said last; pure.
 
-          first report of a life          silent for `expiry_s`, or a later life reports
+          first report of a life          silent for `EXPIRY_S`, or a later life reports
  (none) ─────────────────────────► member ───────────────────────────────────────────────► lost
                                      ▲                                                      │
                                      └──────────── a later report, or a later life ─────────┘
@@ -23,6 +23,9 @@ import msgspec
 from raykv.base.ids import EngineId, Namespace, NodeId
 from raykv.protocol.listing import Where
 from raykv.protocol.node import Report, ReportedEngine
+
+EXPIRY_S = 10.0
+"""A node that is silent for this long is lost."""
 
 MOST_MEMBERS = 16_384
 
@@ -66,8 +69,7 @@ class ReportedNode:
 class Members(Mapping[NodeId, ReportedNode]):
     """See the module's docstring. Times are of one clock that never goes back."""
 
-    def __init__(self, expiry_s: float) -> None:
-        self._expiry_s = expiry_s
+    def __init__(self) -> None:
         self._members: dict[NodeId, ReportedNode] = {}
         # The one that was lost longest ago comes first.
         self._lost: dict[NodeId, ReportNumber] = {}
@@ -130,7 +132,7 @@ class Members(Mapping[NodeId, ReportedNode]):
         return [
             node_id
             for node_id, member in self._members.items()
-            if now - member.heard_at >= self._expiry_s
+            if now - member.heard_at >= EXPIRY_S
         ]
 
     def lose(self, node_id: NodeId) -> ReportedNode:

@@ -1,4 +1,4 @@
-"""Which nodes know a session, and what is said of it at one node and goes to the others; pure.
+"""Which nodes know a session, and the words about it that one node says to the others; pure.
 
                  CAME, USED                 PAUSED, OVER
    (unknown) ─────────────► going on ───────────────────────► ended
@@ -53,7 +53,7 @@ class _KnownSession:
 
 @dataclass(slots=True)
 class _Words:
-    """For one node: words that wait, and those that are out, with the number of the last one."""
+    """Words for one node: waiting ones, and those in its answers, with the last one's number."""
 
     waiting: deque[SessionsWord] = field(default_factory=lambda: deque(maxlen=MOST_WAITING))
     out: list[SessionsWord] = field(default_factory=list)
@@ -120,8 +120,8 @@ class SessionNodes:
 
     def order(self, namespace: str, news: SessionNews) -> list[NodeId]:
         """An operator says something of a session to all nodes that know it, in a namespace or
-        (empty) in all, `MOST_ORDERED` at most; returns those nodes. If the session is not known in
-        the given namespace, all members are told: this life may be younger than the session.
+        (empty) in all, `MOST_ORDERED` at most; returns those nodes. If no node is known to have the
+        session in that namespace, send it to all members: the session may be older than this life.
         """
         names = [
             (space, name)

@@ -35,7 +35,7 @@ class NamespaceUse:
     """See the module's docstring. Times are of one clock that never goes back."""
 
     def __init__(self) -> None:
-        # Of each node: namespaces that it has engines of, and those that it has chunks of.
+        # By node: the namespaces of its engines, and of its chunks.
         self._of: dict[NodeId, tuple[Spaces, Spaces]] = {}
         # How many nodes have engines, and engines or chunks.
         self._num_engined: Counter[Namespace] = Counter()
@@ -64,7 +64,7 @@ class NamespaceUse:
         self.take(node_id, NONE, NONE, now)
 
     def alone(self, node_id: NodeId) -> list[str]:
-        """Namespaces of a node's engines of which no other node has engines or chunks."""
+        """Namespaces of a node's engines that no other node has engines or chunks of."""
         engined, _ = self._of.get(node_id, NOTHING)
         alone = [str(each) for each in sorted(engined) if self._num_used[each] == 1]
         return alone[:MOST_NAMESPACES]

@@ -34,6 +34,12 @@ MOST_FILLS = 20
 AWAY_S = 75.0
 """So long the scheduler actor is away: longer than anything that it has said counts."""
 
+MOST_AGAIN = 2
+"""Requests for a chunk after the first one, until it is found in a pool that is full."""
+
+PAUSE_ROUNDS = 12
+"""Of two seconds, in which nobody asks for anything meanwhile."""
+
 NEW_DOCUMENT = 1000
 """No document of the world has this number, nor one after it."""
 
@@ -378,10 +384,16 @@ def check_stores_go_on(cluster: Cluster, rng: random.Random, reader: FoldingRead
     until = cluster.now + AWAY_S
     while cluster.now < until:
         number += 2
-        play_all(cluster, rng, engines, [Prompt.of(number, 1)])
         found = play_all(cluster, rng, engines, [Prompt.of(number, 1)])
+        # A chunk that goes before any request has found it is remembered: stored again, it stays.
+        for _ in range(MOST_AGAIN):
+            if not all(found):
+                found = play_all(cluster, rng, engines, [Prompt.of(number, 1)])
         for engine, each in zip(engines, found, strict=True):
             assert each, f"{engine} does not find the chunk that it has stored"
+        for _ in range(PAUSE_ROUNDS):
+            cluster.now += 1.5
+            talk(cluster, rng)
     cluster.wire.cut.clear()
     cluster.head.begin()
     for _ in range(_reports_of_all(cluster)):
@@ -412,7 +424,8 @@ def play_all(
     requests = [[engine.begin(prompt, "") for prompt in prompts] for engine in engines]
     for _ in range(MOST_ROUNDS):
         talk(cluster, rng)
-        if not any(engine.is_busy for engine in engines):
+        # What they ask a scheduler actor that is away has no end.
+        if not any(engine.has_requests for engine in engines):
             break
     for some in requests:
         assert all(request.is_over for request in some), f"{some} wait for ever"

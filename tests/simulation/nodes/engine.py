@@ -141,7 +141,12 @@ class PlayedEngine:
     @property
     def is_busy(self) -> bool:
         """Whether it waits for something, or has something to take in."""
-        return bool(self.requests or self.flying or self._results or self.talk.is_busy)
+        return self.has_requests or self.talk.is_busy
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether some are not over, or their copies are not."""
+        return bool(self.requests or self.flying or self._results)
 
     def hello(self, place: int) -> EngineHello:
         """Who it is, at one of its places."""

@@ -24,8 +24,6 @@ from tests.simulation.nodes.node import Post, sent
 if TYPE_CHECKING:
     from tests.simulation.nodes.cluster import Cluster
 
-NODE_EXPIRY_S = 10.0
-
 DRAWN = 1 << 31
 
 Draft = Callable[[Orders, float], OrdersDocument | None]
@@ -80,9 +78,7 @@ class PlayedHead:
         self._at_door.clear()
         drawn = self._rng.randrange(1, DRAWN)
         self.orders = Orders(self.store.document, drawn, self.clock)
-        self.directory = Directory(
-            self.num_lives, self.orders, node_expiry_s=NODE_EXPIRY_S, most_events=self._most_events
-        )
+        self.directory = Directory(self.num_lives, self.orders, most_events=self._most_events)
         if self.store.document is not None:
             self._cluster.note(self.store.document)
         self._wanted: deque[WantedOrder] = deque()

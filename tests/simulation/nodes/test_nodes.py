@@ -36,6 +36,7 @@ FINDERS = {
     "narrow_chunk_is_here_for_its_repair": 1,
     "orders_die_with_the_scheduler_actor": 9,
     "page_comes_without_the_changes_since": 2,
+    "parts_count_in_any_order": 1,
     "rank_of_a_voided_store_joins_again": 18,
     "silent_place_is_believed": 4,
     "source_serves_what_is_in_the_slot": 6,

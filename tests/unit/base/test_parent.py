@@ -41,11 +41,11 @@ def test_child_ends_with_its_killed_parent_only_if_told(word: str, ends: bool) -
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     try:
-        _, alive = psutil.wait_procs([child], timeout=0.5)
+        _, alive = psutil.wait_procs([child], timeout=0.2)
         assert alive
         parent.send_signal(signal.SIGKILL)
         parent.wait(10)
-        _, alive = psutil.wait_procs([child], timeout=10 if ends else 0.5)
+        _, alive = psutil.wait_procs([child], timeout=10 if ends else 0.2)
         assert not alive if ends else alive
     finally:
         parent.stdout.close()

@@ -55,16 +55,18 @@ def test_level_is_what_the_variable_says() -> None:
 
 
 def test_level_that_does_not_exist_is_one_sentence() -> None:
-    assert "RAYKV_LOG_LEVEL='loud' is no level: choose one of DEBUG" in written("loud")
-    assert "a line" in written("loud")
+    loud = written("loud")
+    assert "RAYKV_LOG_LEVEL='loud' is no level: choose one of DEBUG" in loud
+    assert "a line" in loud
     with pytest.raises(SettingError, match="RAYKV_LOG_LEVEL='loud' is no level"):
         load_settings({}, {"RAYKV_LOG_LEVEL": "loud"})
     assert log_level("INFO", {}) == "INFO"
 
 
-def test_actors_have_the_level_of_who_makes_them() -> None:
-    assert level_for_actors({"RAYKV_LOG_LEVEL": "debug"}) == {"RAYKV_LOG_LEVEL": "debug"}
-    assert level_for_actors({}) == {}
+def test_actors_have_the_level_of_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert level_for_actors() == {}
+    monkeypatch.setenv("RAYKV_LOG_LEVEL", "debug")
+    assert level_for_actors() == {"RAYKV_LOG_LEVEL": "debug"}
 
 
 @pytest.mark.parametrize("module", ACTORS)

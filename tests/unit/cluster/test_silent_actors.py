@@ -45,10 +45,10 @@ class Refs:
 
 
 def test_who_is_silent_keeps_no_other_answer_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Refs(monkeypatch, quick=0.0, slow=0.5, frozen=1e6).ask(1.0)
+    answers = Refs(monkeypatch, quick=0.0, slow=0.1, frozen=1e6).ask(0.5)
     assert answers["quick"].value == "quick answers"
     assert answers["slow"].value == "slow answers"
-    assert answers["frozen"].error == "no answer within 1 s"
+    assert answers["frozen"].error == "no answer within 0.5 s"
 
 
 def test_actor_that_is_dead_is_told_from_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.measures import ClusterMetrics
 from raykv.protocol.node import Report, ReportAnswer
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, WherePage, WhereQuery
+from raykv.protocol.sessions import SessionAnswer, SessionNews, SessionOrder, SessionWord
 from raykv.protocol.status import ClusterStatus
 from tests.fixtures.directory.reporting import engine_of
 from tests.fixtures.waiting import wait_until
@@ -276,6 +277,8 @@ def test_actor_answers_everybody() -> None:
     page = decode(actor.events(0, 0), EventPage)
     assert page.last_seq == len(page) == 2
     assert actor.targets() == []
+    over = SessionOrder("n", SessionNews("s", SessionWord.OVER))
+    assert decode(actor.order_session(encode(over)), SessionAnswer).nodes == ["node"]
     families = decode(actor.metrics(), ClusterMetrics).families
     assert {"raykv_nodes", "raykv_engines", "raykv_call_seconds"} <= {f.name for f in families}
 

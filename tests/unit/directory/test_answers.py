@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from raykv.base.ids import Namespace, NodeId, Stamp
+from raykv.base.ids import Namespace, Stamp
 from raykv.directory import answers
 from raykv.directory.known.directory import Directory
 from raykv.protocol.columns import Source, SourceKind
@@ -14,10 +14,9 @@ from raykv.protocol.events import BlockStored, EventPage, LifeBegan, NodeJoined,
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport, OpenBreaker
-from raykv.protocol.node import DiskStats, NodeStats, ReportedEngine, SessionsWord
+from raykv.protocol.node import DiskStats, NodeStats, ReportedEngine
 from raykv.protocol.operator import OrderedShare, OrdersDocument
 from raykv.protocol.reader import WhereQuery
-from raykv.protocol.sessions import SessionNews, SessionOrder, SessionWord
 from raykv.protocol.status import ClusterStatus
 from tests.fixtures.directory.reporting import (
     LIFE,
@@ -181,18 +180,3 @@ def test_tenants_are_those_with_quotas_or_chunks(cluster: TwoNodes) -> None:
         True,
         0.5,
     )
-
-
-# Sessions
-
-
-def test_order_of_a_session_that_only_nodes_know_goes_to_all_of_them(cluster: TwoNodes) -> None:
-    directory, _, one, two = cluster
-    for node in (one, two):
-        node.report(0.0)
-    news = SessionNews("chat", SessionWord.PAUSED, pause_s=5.0, priority=3)
-    assert answers.order_session(directory, SessionOrder(SPACE, news)).nodes == ["one", "two"]
-    for node in (one, two):
-        assert node.report(0.0).words == [SessionsWord(SPACE, news)]
-        assert node.report(0.0).words == []
-    assert NodeId("one") in directory.members

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import pytest
 
-from raykv.base.errors import MessageError, SettingError
+from raykv.base.errors import SettingError
 from raykv.cli.base import parse_duration
 from raykv.client.pins import ordered
 from raykv.node.wishes import RayNode, geometry_of, usual_nodes, wants
-from raykv.protocol.columns import Keys
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.operator import (
     MAX_ORDERED,
     NodeUp,
-    OperatorOrder,
-    PinOrder,
     PoolWish,
 )
 
@@ -61,48 +54,6 @@ def test_pool_is_ready_when_all_of_it_is_prefaulted_or_it_can_not_be() -> None:
     assert not NodeUp("n", "h", pool_bytes=8, prefaulted_bytes=4).is_ready
     assert NodeUp("n", "h", pool_bytes=8, prefaulted_bytes=8).is_ready
     assert NodeUp("n", "h", pool_bytes=8, error="no room").is_ready
-
-
-K = Keys.of([b"k"])
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"keys": Keys()},
-        {"keys": Keys.of([b"k"] * (MAX_ORDERED + 1))},
-        {"pin_id": ""},
-        {"pin_id": "p" * 5000},
-        {"namespace": ""},
-        {"ttl_s": 0.0},
-        {"ttl_s": float("nan")},
-        {"ttl_s": float("inf")},
-        {"priority": 0},
-        {"priority": 10},
-    ],
-)
-def test_pin_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
-    valid = {"pin_id": "p", "namespace": "ns", "keys": K, "ttl_s": 1.0, "priority": 9}
-    base = {"type": "pin", "version": PROTOCOL_VERSION, "order_id": "o", **valid}
-    assert isinstance(receive(msgspec.msgpack.encode(base), OperatorOrder, "it", "here"), PinOrder)
-    with pytest.raises(MessageError):
-        receive(msgspec.msgpack.encode({**base, **fields}), OperatorOrder, "it", "here")
-
-
-def test_other_orders_that_cannot_be_meant_are_refused() -> None:
-    received(PoolWish(pool_bytes=1 << 30))
-    for wish in (
-        PoolWish(pool_bytes=-1),
-        PoolWish(slab_bytes=0),
-        PoolWish("x" * 5000),
-        PoolWish(metrics=("auto", "x" * 5000)),
-    ):
-        with pytest.raises(MessageError):
-            received(wish)
-
-
-def received(wish: PoolWish) -> PoolWish:
-    return receive(encode(wish), PoolWish, "it", "here")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from raykv.base.errors import ClusterError, SettingError
@@ -61,18 +59,6 @@ def test_chunks_of_different_sizes_end_together() -> None:
     groups = [ChunkGroup(0, 32), ChunkGroup(1, 48)]
     assert loadable_tokens(groups, {0: there("xxxxx"), 1: there("xxx")}) == 96
     assert loadable_tokens(groups, {0: there("xx..."), 1: there("xxx")}) == 0
-
-
-@given(st.lists(st.booleans(), max_size=12), st.lists(st.booleans(), max_size=12))
-def test_loadable_prefix_is_the_longest_that_a_plain_definition_allows(
-    full: list[bool], window: list[bool]
-) -> None:
-    def can_load(count: int) -> bool:
-        return all(full[:count]) and all(window[max(0, count - 2) : count])
-
-    shortest = min(len(full), len(window))
-    expected = max(count for count in range(shortest + 1) if can_load(count))
-    assert loadable_tokens([FULL, WINDOW], {0: full, 1: window}) == 32 * expected
 
 
 def test_groups_survive_being_a_text() -> None:

@@ -37,7 +37,15 @@ MANY = 100_000
 def test_keys_are_those_of_an_engine_whatever_was_hashed_before(
     prompts: list[tuple[int, int, PromptTraits]], most_stretches: int
 ) -> None:
-    hasher = PromptHasher(SCHEME, most_stretches)
+    hasher = PromptHasher(SCHEME)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(prompt_keys, "MOST_STRETCHES", most_stretches)
+        check_keys(hasher, prompts, most_stretches)
+
+
+def check_keys(
+    hasher: PromptHasher, prompts: list[tuple[int, int, PromptTraits]], most_stretches: int
+) -> None:
     for length, seed, traits in prompts:
         # Prompts of one seed begin alike.
         tokens = [random.Random(seed).randrange(9) for _ in range(length)]

@@ -20,12 +20,11 @@ from raykv.base.errors import ClusterError, MessageError, VersionError
 from raykv.base.ids import EventKind
 from raykv.directory.actor import SchedulerActor
 from raykv.protocol.columns import Keys, Numbers, Texts
-from raykv.protocol.descriptions import Description, Descriptions, pack_tokens
 from raykv.protocol.events import KEYLESS, EventPage, EventsMissed, ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Where
 from raykv.stream import readers
-from raykv.stream.readers import Insides, read_events, take_snapshot
+from raykv.stream.readers import read_events, take_snapshot
 from raykv.stream.replay import Replay
 from tests.fixtures.directory.reporting import SPACE, ReportingNode, key_of, row_of
 from tests.fixtures.played_cluster import PlayedActor, play
@@ -250,48 +249,3 @@ def test_snapshot_that_can_not_be_meant_is_an_error(actor: SchedulerActor, node:
     with pytest.raises(MessageError):
         snapshot(actor, one=node)
     assert node.num_asked < 4
-
-
-# Descriptions
-
-
-class Describer:
-    """A NodeActor that describes chunks, so many in one answer."""
-
-    def __init__(self, rows: list[Description], most: int = 100) -> None:
-        self._rows = {row.key: row for row in rows}
-        self._most = most
-
-    def descriptions(self, keys: list[bytes], _namespace: str | None) -> bytes:
-        found = [self._rows[key] for key in keys if key in self._rows]
-        return encode(Descriptions(found[: self._most]))
-
-
-def insides(*nodes: Describer) -> Insides:
-    actors = {str(at): PlayedActor({"descriptions": n.descriptions}) for at, n in enumerate(nodes)}
-    # One more does not answer.
-    return Insides(lambda: {**actors, "silent": PlayedActor({})})
-
-
-def row(number: int, num_tokens: int = 4) -> Description:
-    tokens = pack_tokens(range(num_tokens))
-    return Description("n", number.to_bytes(8, "big") + bytes(4), None, b"", tokens, num_tokens)
-
-
-def test_what_any_node_knows_is_told_and_a_silent_one_costs_nothing() -> None:
-    rows = [row(number) for number in range(4)]
-    found = insides(Describer(rows[:2]), Describer(rows[1:3])).describe(ALL_KEYS)
-    assert sorted(found) == [each.key for each in rows[:3]]
-
-
-ALL_KEYS = [row(number).key for number in range(6)]
-
-
-def test_answer_that_was_cut_off_is_asked_for_again() -> None:
-    rows = [row(number, 150_000) for number in range(3)]
-    assert len(insides(Describer(rows, most=1)).describe(ALL_KEYS)) == 3
-
-
-def test_description_that_is_invalid_is_left_out() -> None:
-    wrong = msgspec.structs.replace(row(1), block_size=0)
-    assert list(insides(Describer([row(0), wrong])).describe(ALL_KEYS)) == [row(0).key]

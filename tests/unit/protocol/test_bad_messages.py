@@ -37,7 +37,7 @@ from raykv.protocol.node import (
     Report,
     ReportAnswer,
 )
-from raykv.protocol.operator import DropOrder, OrdersDocument
+from raykv.protocol.operator import DropOrder, OrdersDocument, PinOrder
 from raykv.protocol.reader import ChunkQuery
 from raykv.protocol.sessions import SessionNews, SessionWord
 from raykv.protocol.worker import AttachWorker, JobBatch
@@ -55,6 +55,7 @@ VERSIONED: tuple[type[msgspec.Struct], ...] = (
     Fetch,
     ListingQuery,
     NodeDescription,
+    PinOrder,
     Read,
     Report,
 )
@@ -96,45 +97,6 @@ def test_bytes_that_are_no_message_are_refused(kind: type[msgspec.Struct], raw: 
 def test_what_is_not_even_bytes_is_refused(raw: Any) -> None:
     with pytest.raises(MessageError):
         receive(raw, Report, "the sender", "the receiver")
-
-
-class AnyColumn(msgspec.Struct, array_like=True):
-    """Like `Keys`, of whatever length."""
-
-    raw: bytes
-    lengths: bytes
-
-
-class AnyQuestion(msgspec.Struct):
-    """Like an `Ask`."""
-
-    version: int
-    engine_id: str
-    life: int
-    namespace: str
-    places: list[str]
-    keys: AnyColumn
-
-
-@pytest.mark.parametrize(
-    ("raw", "lengths", "why"),
-    [
-        (bytes(71), b"\x24", "keys of 36 bytes each in 71 bytes"),
-        (bytes(35), b"\x24", "keys of 36 bytes each in 35 bytes"),
-        (bytes(72), b"\0", "keys of 0 bytes each in 72 bytes"),
-        (b"", b"\0", "keys of 0 bytes each in 0 bytes"),
-        (bytes(36), b"", "keys in 36 bytes that should have 0 in all"),
-        (bytes(36), b"\x24\x01", "keys in 36 bytes that should have 37 in all"),
-        (bytes(38), b"\x24\x01", "keys in 38 bytes that should have 37 in all"),
-        (bytes(2 * 129), b"\x81", "invalid message: lengths of keys from 129 to 129"),
-    ],
-)
-def test_column_of_keys_that_is_not_as_long_as_it_says_is_refused(
-    raw: bytes, lengths: bytes, why: str
-) -> None:
-    question = AnyQuestion(PROTOCOL_VERSION, "e", 1, "n", ["p"], AnyColumn(raw, lengths))
-    with pytest.raises(MessageError, match=f"an engine sent the actor no Ask: {why}"):
-        receive(encode(question), engine.Ask, "an engine", "the actor")
 
 
 # What peers may say

@@ -81,7 +81,7 @@ def test_descriptors_travel_with_a_message(pair: tuple[socket.socket, socket.soc
         os.write(fd, bytes([number]) * 3)
     wire.send_with_fds(ours, batch(5), files)
     data, fds = wire.receive_with_fds(theirs, 8)
-    assert decoded(wire.FrameReader().feed(data[0])) == [batch(5)]
+    assert decoded(wire.FrameReader().feed(data)) == [batch(5)]
     assert [os.pread(fd, 10, 0) for fd in fds] == [bytes(3), b"\1\1\1"]
     for fd in files + fds:
         os.close(fd)
@@ -101,9 +101,9 @@ def test_descriptors_come_once_when_their_message_is_longer_than_one_read(
     while True:
         data, fds = wire.receive_with_fds(theirs, 8)
         received += fds
-        if not data[0]:
+        if not data:
             break
-        frames += reader.feed(data[0])
+        frames += reader.feed(data)
     assert decoded(frames) == [message]
     assert len(received) == 1
     for each in (fd, *received):

@@ -16,6 +16,7 @@ from raykv.protocol.descriptions import (
     is_whole,
     pack_tokens,
 )
+from raykv.stream import descriptions
 from raykv.stream.descriptions import ANSWER_BYTES, ROW_BYTES, DescriptionBook, DescriptionOutbox
 
 BLOCK = 4
@@ -175,9 +176,12 @@ def test_outbox_tells_each_chunk_once_in_pages() -> None:
     assert all(outbox.knows("n", row.key) for row in rows)
 
 
-def test_outbox_drops_and_counts_what_would_wait_beyond_its_bound() -> None:
+def test_outbox_drops_and_counts_what_would_wait_beyond_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [description(number) for number in range(1, 6)]
-    outbox = DescriptionOutbox(waiting_bytes=2 * rows[0].num_bytes)
+    monkeypatch.setattr(descriptions, "WAITING_BYTES", 2 * rows[0].num_bytes)
+    outbox = DescriptionOutbox()
     for row in rows:
         outbox.add(row)
     assert outbox.counter_values() == {"descriptions_dropped": 3}
@@ -187,9 +191,12 @@ def test_outbox_drops_and_counts_what_would_wait_beyond_its_bound() -> None:
     assert outbox.take() == [rows[3]]
 
 
-def test_outbox_tells_all_again_to_a_new_scheduler_actor_within_its_bound() -> None:
+def test_outbox_tells_all_again_to_a_new_scheduler_actor_within_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [description(number) for number in range(1, 6)]
-    outbox = DescriptionOutbox(told_bytes=3 * size(rows[0]))
+    monkeypatch.setattr(descriptions, "TOLD_BYTES", 3 * size(rows[0]))
+    outbox = DescriptionOutbox()
     for row in rows:
         outbox.add(row)
     outbox.take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,53 +27,65 @@ from tests.fixtures.played_cluster import Methods, play
 from tests.fixtures.wire_index import WireIndex
 
 
-class PlayedInsides:
-    """A node that describes each chunk, and one that does not answer."""
+def row(number: int, num_tokens: int = 2) -> Description:
+    return Description("b", key(number), None, b"", bytes(4 * num_tokens), num_tokens)
 
-    def __init__(self, patches: pytest.MonkeyPatch) -> None:
+
+class PlayedInsides:
+    """Nodes that describe chunks, `most` in one answer, and one that does not answer."""
+
+    def __init__(
+        self, patches: pytest.MonkeyPatch, *described: list[Description], most: int = 100
+    ) -> None:
         self.asked: list[int] = []
         self.num_silent = 0
-        self.invalid: list[Description] = []
-        self.nodes: dict[str, Methods] = {
-            "one": {"descriptions": self._descriptions},
-            "two": {"descriptions": self._silent},
-        }
-        play(patches, {}, self.nodes)
+        nodes: dict[str, Methods] = {"silent": {"descriptions": self._silent}}
+        for at, rows in enumerate(described):
+            nodes[f"node {at}"] = {"descriptions": partial(self._describe, rows, most)}
+        play(patches, {}, nodes)
         self.insides = Insides(ask.node_actors)
 
-    def _descriptions(self, keys: list[bytes], namespace: str | None) -> bytes:
+    def _describe(self, rows: list[Description], most: int, keys: list[bytes], _: object) -> bytes:
         self.asked.append(len(keys))
-        row = Description(namespace or "a", keys[0], None, b"", bytes(8), 2)
-        return encode(Descriptions([*self.invalid, row]))
+        return encode(Descriptions([each for each in rows if each.key in keys][:most]))
 
     def _silent(self, *_: Any) -> bytes:
         self.num_silent += 1
         raise ray.exceptions.GetTimeoutError("Get timed out")
 
+    def describe(self, *numbers: int) -> list[bytes]:
+        return list(self.insides.describe(map(key, numbers), "b"))
+
 
 def test_node_that_does_not_answer_is_left_alone_and_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    played = PlayedInsides(monkeypatch)
+    played = PlayedInsides(monkeypatch, [row(number) for number in range(3)])
     for number in range(3):
-        assert list(played.insides.describe([key(number)], "b")) == [key(number)]
+        assert played.describe(number) == [key(number)]
     assert (played.asked, played.num_silent) == ([1, 1, 1], 1)
-    assert caplog.text.count("what node two knows of chunks' insides is left out") == 1
+    assert caplog.text.count("what node silent knows of chunks' insides is left out") == 1
+
+
+def test_what_any_node_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedInsides(monkeypatch, [row(0), row(1)], [row(1), row(2)])
+    assert sorted(played.describe(*range(4))) == [key(number) for number in range(3)]
 
 
 def test_many_chunks_are_asked_for_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedInsides(monkeypatch)
-    found = played.insides.describe(map(key, [*range(MAX_KEYS + 1), 0]))
-    assert list(found) == [key(0), key(MAX_KEYS)]
+    played = PlayedInsides(monkeypatch, [row(0), row(MAX_KEYS)])
+    assert played.describe(*range(MAX_KEYS + 1), 0) == [key(0), key(MAX_KEYS)]
     assert played.asked == [MAX_KEYS, 1]
 
 
-def test_invalid_description_costs_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    played = PlayedInsides(monkeypatch)
-    played.invalid = [Description("b", key(7), None, b"", bytes(7), 2)]
-    assert list(played.insides.describe([key(1), key(7)], "b")) == [key(1)]
+def test_answer_that_was_cut_off_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(number, 150_000) for number in range(3)]
+    assert len(PlayedInsides(monkeypatch, rows, most=1).describe(*range(6))) == 3
+
+
+def test_invalid_description_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    invalid = msgspec.structs.replace(row(7), block_size=0)
+    assert PlayedInsides(monkeypatch, [invalid, row(1)]).describe(1, 7) == [key(1)]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 100])

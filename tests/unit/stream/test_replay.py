@@ -11,6 +11,7 @@ from raykv.base.ids import Key, Namespace, NodeId, Stamp
 from raykv.directory.answers import event_page
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
+from raykv.directory.known.members import EXPIRY_S
 from raykv.protocol import events
 from raykv.protocol.listing import Where
 from raykv.protocol.operator import OrdersDocument
@@ -18,7 +19,6 @@ from raykv.stream.replay import Replay
 from tests.fixtures.directory.reporting import SPACE, ReportingNode, gone, key_of, row_of
 
 A, B = NodeId("a"), NodeId("b")
-EXPIRY_S = 10.0
 
 
 class Stream:
@@ -112,7 +112,7 @@ class Cluster:
     def __init__(self) -> None:
         self.now = 0.0
         orders = Orders(OrdersDocument(Stamp(7, 1)), 8, -MEMBERS_S)
-        self.directory = Directory(9, orders, node_expiry_s=EXPIRY_S)
+        self.directory = Directory(9, orders)
         self.nodes = {node_id: ReportingNode(self.directory, node_id) for node_id in (A, B)}
         # What nodes have, and what they have not told yet.
         self.held: dict[NodeId, set[int]] = {A: set(), B: set()}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import Namespace, NodeId, Stamp
 from raykv.directory.known import document
 from raykv.directory.known.desk import MOST_WAITING, OrderDesk
@@ -14,7 +13,7 @@ from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.protocol import operator
 from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import Naming
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
+from raykv.protocol.framing import PROTOCOL_VERSION, decode
 from raykv.protocol.node import ReportedEngine
 from tests.fixtures.directory.reporting import engine_of
 
@@ -219,38 +218,3 @@ def test_no_more_orders_wait_than_there_is_room_for() -> None:
     for number in range(MOST_WAITING):
         assert not store.desk.take(operator.PauseOrder(str(number), paused=True))
     assert "try again" in store.desk.take(operator.PauseOrder("one more", paused=True))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"order_id": ""},
-        {"order_id": "x" * 200},
-        {"pin_id": ""},
-        {"namespace": ""},
-        {"ttl_s": 0.0},
-        {"ttl_s": 1e9},
-        {"ttl_s": float("nan")},
-        {"priority": 0},
-        {"priority": 10},
-        {"keys": Keys()},
-        {"keys": Keys.of([b"k"] * 5000)},
-    ],
-    ids=str,
-)
-def test_order_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
-    good: dict[str, Any] = {
-        "type": "pin",
-        "version": V,
-        "order_id": "a",
-        "pin_id": "p",
-        "namespace": "space",
-        "keys": Keys.of([b"k"]),
-        "ttl_s": 1.0,
-    }
-    good_order = receive(encode(good), operator.OperatorOrder, "the operator", "here")  # type: ignore[arg-type]
-    assert good_order.order_id == "a"
-    with pytest.raises(MessageError):
-        receive(encode(good | fields), operator.OperatorOrder, "the operator", "here")  # type: ignore[arg-type]
-    with pytest.raises(VersionError):
-        receive(encode(good | {"version": V + 1}), operator.OperatorOrder, "them", "here")  # type: ignore[arg-type]

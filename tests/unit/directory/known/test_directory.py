@@ -8,6 +8,7 @@ import raykv.directory.known.directory
 from raykv.base.ids import EventKind, Namespace, NodeId, Stamp, part_of
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
+from raykv.directory.known.members import EXPIRY_S
 from raykv.directory.known.spaces import LEFT_S
 from raykv.protocol.engine import NOTHING_ORDERED, Ask, Naming
 from raykv.protocol.listing import Position, Where
@@ -27,12 +28,10 @@ from tests.fixtures.directory.reporting import (
     two_nodes,
 )
 
-EXPIRY_S = 10.0
-
 
 @pytest.fixture
 def cluster() -> TwoNodes:
-    return two_nodes(node_expiry_s=EXPIRY_S)
+    return two_nodes()
 
 
 def holders(directory: Directory, number: int) -> dict[str, Where]:
@@ -221,6 +220,17 @@ def test_session_that_is_over_at_one_node_is_told_to_the_other(cluster: TwoNodes
     assert answer.words == [over]
     assert answer.words_number > LIFE
     assert not two.report(0.0).words
+
+
+def test_order_of_a_session_that_only_nodes_know_goes_to_all_of_them(cluster: TwoNodes) -> None:
+    directory, _, one, two = cluster
+    for node in (one, two):
+        node.report(0.0)
+    news = SessionNews("chat", SessionWord.PAUSED, pause_s=5.0, priority=3)
+    assert directory.sessions.order(SPACE, news) == ["one", "two"]
+    for node in (one, two):
+        assert node.report(0.0).words == [SessionsWord(SPACE, news)]
+        assert node.report(0.0).words == []
 
 
 def test_orders_are_told_by_number_and_asked_for_where_they_are_not_known(

@@ -13,7 +13,7 @@ from raykv.base.clearings import MAX_NAMESPACES
 from raykv.base.ids import NodeId, Stamp
 from raykv.directory.known.document import MEMBERS_S, OrderError, Orders
 from raykv.protocol.engine import Naming
-from raykv.protocol.framing import encode, receive
+from raykv.protocol.framing import encode
 from raykv.protocol.operator import (
     MAX_TOLD_DONE,
     MAX_TOLD_PINS,
@@ -211,33 +211,6 @@ def test_order_is_done_when_all_nodes_have_shown_its_number(orders: Orders) -> N
     orders.show(TWO, Stamp(7, 3))
     orders.lose(TWO)
     assert orders.behind(Stamp(7, 11)) == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"stamp": [1]},
-        {"floors": {"a": -1}},
-        {"floors": {"a": 1 << 63}},
-        {"shares": {"t": {"name": "t", "most": 1.5}}},
-        {"pins": {"p": {"namespace": "n", "digest": b"", "num_keys": 1, "left_s": -1.0}}},
-        {"pins": {str(number): PIN for number in range(MAX_TOLD_PINS + 1)}},
-        {"done": {str(number): [1, 1] for number in range(MAX_TOLD_DONE + 1)}},
-        {"done": {"x": [1, -1]}},
-        {"stamp": [(1 << 64) - 1, 1]},
-        {"namings": {1: [[1, 1], "b" * 5000]}},
-        {"namings": {1: [[1, -1], "b"]}},
-        {"namings": {"a": [[1, 1], "b"]}},
-    ],
-    ids=lambda wrong: next(iter(wrong)),
-)
-def test_document_that_nobody_has_made_is_refused(wrong: dict[str, Any]) -> None:
-    right = {"stamp": [1, 1], "shares": {"t": {"name": "t"}}}
-    made = receive(msgspec.msgpack.encode(right), OrdersDocument, "a node", "this test")
-    assert made == OrdersDocument(Stamp(1, 1), shares={"t": OrderedShare("t")})
-    assert receive(encode(made), OrdersDocument, "a node", "this test") == made
-    with pytest.raises(Exception, match="OrdersDocument"):
-        receive(msgspec.msgpack.encode(right | wrong), OrdersDocument, "a node", "this test")
 
 
 class World:

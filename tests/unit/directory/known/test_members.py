@@ -22,14 +22,14 @@ def report(node_id: str = "a", life: int = 2, seq: int = 1, **fields: Any) -> Re
 
 @pytest.fixture
 def members() -> Members:
-    made = Members(10.0)
+    made = Members()
     made.hear(report(seq=1), 0.0)
     made.hear(report(seq=3), 0.0)
     return made
 
 
 def test_report_of_number_0_counts_first() -> None:
-    members = Members(10.0)
+    members = Members()
     assert members.hear(report(seq=0), 0.0) is members[A]
 
 

@@ -116,7 +116,7 @@ def test_node_of_many_chunks_joins_while_it_goes_on() -> None:
         assert index.places.place(record)
         record.readers = 1
     index.adopt(records)
-    directory = Directory(5, Orders(None, 8, -MEMBERS_S), node_expiry_s=1e9)
+    directory = Directory(5, Orders(None, 8, -MEMBERS_S))
     parts: list[ListingPart] = []
     num_new = 0
     while not parts or node.reporting.num_unread or parts[-1].end.place != ALL_READ:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError
-from raykv.base.ids import NodeId
-from raykv.directory.known.holdings import HeldAt
-from raykv.directory.known.prefixes import prefix_page
+from raykv.directory.answers import prefix_page
+from raykv.directory.known.directory import Directory
+from raykv.directory.known.document import Orders
 from raykv.protocol import reader
-from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import ChunkGroup, groups_text
-from raykv.protocol.framing import encode, receive
-from raykv.protocol.listing import Where
+from tests.fixtures.directory.reporting import SPACE, ReportingNode, key_of, row_of
 
 NODES = ["n0", "n1", "n2"]
 GROUPS = st.lists(
@@ -40,11 +35,6 @@ def loadable(groups: list[ChunkGroup], is_there: dict[int, list[bool]]) -> int:
     return 0
 
 
-def query(**changes: Any) -> reader.PrefixQuery:
-    made = reader.PrefixQuery("space", "0:16 1:32/8", [b"k"] * 5, [2, 1, 1, 1])
-    return msgspec.structs.replace(made, **changes)
-
-
 @given(GROUPS, st.lists(st.integers(0, 20), min_size=1, max_size=3), st.data())
 def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
     groups: list[ChunkGroup], lengths: list[int], data: st.DataObject
@@ -55,19 +45,13 @@ def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
         data.draw(st.lists(st.sampled_from([True, True, False]), min_size=total, max_size=total))
         for _ in NODES
     ]
-    # Keys in the same places have the same object, as the directory says.
-    same: dict[tuple[HeldAt, ...], tuple[HeldAt, ...]] = {}
-    found = []
-    for key in range(total):
-        held = tuple(
-            HeldAt(NodeId(node), Where.RAM)
-            for node, some in zip(NODES, has, strict=True)
-            if some[key]
-        )
-        found.append(same.setdefault(held, held))
-    keys = [bytes([n + 1]) for n in range(total)]
-    asked = query(chunks=groups_text(groups), keys=keys, counts=counts)
-    page = prefix_page(asked, found)
+    directory = Directory(1, Orders(None, 1, 0.0))
+    for node, some in zip(NODES, has, strict=True):
+        rows = [row_of(number) for number, is_there in enumerate(some) if is_there]
+        ReportingNode(directory, node).report(0.0, *rows)
+    keys: list[bytes] = [key_of(number) for number in range(total)]
+    query = reader.PrefixQuery(SPACE, groups_text(groups), keys, counts)
+    page = prefix_page(directory, query)
     reader.check_prefix_page(page, len(lengths))
 
     def expected(there: list[bool]) -> list[int]:
@@ -85,33 +69,6 @@ def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
     assert page.nodes == list(by_node)
     assert page.tokens == [by_node[n][p] for p in range(len(lengths)) for n in page.nodes]
     assert page.anywhere == expected([any(some) for some in zip(*has, strict=True)])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"namespace": ""},
-        {"namespace": "x" * 1000},
-        {"keys": [b""] * 5},
-        {"keys": [b"x" * 1000] * 5},
-        {"keys": [b"k"] * (MAX_KEYS + 1), "counts": [MAX_KEYS + 1, 0]},
-        {"chunks": ""},
-        {"chunks": "0:0"},
-        {"chunks": "no"},
-        {"chunks": "0:16 " * 1000},
-        {"chunks": "0:16 0:32"},
-        {"chunks": f"0:{10**30} 1:1"},
-        {"counts": [5]},
-        {"counts": [2, 1, 1]},
-        {"counts": [2, 1, 1, 2]},
-        {"counts": [7, -1, -1, 0]},
-    ],
-    ids=str,
-)
-def test_question_that_cannot_be_meant_is_refused(changes: dict[str, Any]) -> None:
-    receive(encode(query()), reader.PrefixQuery, "a router", "here")
-    with pytest.raises(MessageError):
-        receive(encode(query(**changes)), reader.PrefixQuery, "a router", "here")
 
 
 @pytest.mark.parametrize(
