@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import SettingError
 from raykv.base.parsing import MAX_COUNT, MAX_SIZE, parse_size
-from raykv.base.settings import VLLM_KEYS, Settings, load_settings
+from raykv.base.settings import INSTEAD, VLLM_KEYS, Settings, load_settings
 
 SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s")]
 
@@ -96,39 +97,13 @@ def test_unknown_key_is_refused_with_all_that_are_known_when_none_is_near() -> N
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "answer"),
-    [
-        ("sync_load_budget_bytes", "layerwise_loads=true"),
-        ("cpu_bytes_to_use", "pool_bytes"),
-        ("secondary_tiers", "disk_path"),
-        ("store_threshold", "stop_unused_stores"),
-        ("load_deadline_s", "step_deadline_s"),
-        ("flush_deadline_s", "step_deadline_s"),
-        ("store_deadline_s", "half a minute"),
-        ("cancel_grace_s", "two seconds"),
-        ("fetch_deadline_s", "request_deadline_s"),
-        ("lookup_deadline_s", "a fifth"),
-        ("query_deadline_s", "a tenth"),
-        ("attach_deadline_s", "start_deadline_s"),
-        ("rpc_deadline_s", "five seconds"),
-        ("fetch_bytes_per_s", "always_fetch"),
-        ("prefill_tokens_per_s", "always_fetch"),
-        ("fetch_checksums", "is checked"),
-        ("metrics_sd_path", "session directory"),
-        ("events_replay_endpoint", "raykv publish start"),
-        ("events_topic", "raykv publish start"),
-        ("events_format", "raykv publish start"),
-        ("events_hashes", "raykv publish start"),
-    ],
-)
-def test_setting_of_vllms_own_or_of_earlier_is_refused_with_what_takes_its_place(
-    key: str, answer: str
-) -> None:
+@pytest.mark.parametrize("key", INSTEAD)
+def test_setting_of_vllms_own_or_of_earlier_is_refused_with_what_takes_its_place(key: str) -> None:
     assert key not in {f.name for f in fields(Settings)}
     variable = f"RAYKV_{key.upper()}"
     for given_as, extra, environment in ((key, {key: 1}, {}), (variable, {}, {variable: "1"})):
-        with pytest.raises(SettingError, match=f"{given_as} is not a setting of RayKV: .*{answer}"):
+        said = re.escape(f"{given_as} is not a setting of RayKV: {INSTEAD[key]}")
+        with pytest.raises(SettingError, match=said):
             load_settings(extra, environment)
 
 
@@ -301,13 +276,13 @@ def assert_one_sentence(error: SettingError, *named: str) -> None:
         assert name in text
 
 
-@pytest.mark.parametrize("value", HARD, ids=range(len(HARD)))
 @pytest.mark.parametrize("name", NAMES)
-def test_hard_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
-    try:
-        assert_possible(load_settings({name: value}, {}))
-    except SettingError as error:
-        assert_one_sentence(error, f"{name}=")
+def test_hard_value_is_taken_or_refused_by_name(name: str) -> None:
+    for value in HARD:
+        try:
+            assert_possible(load_settings({name: value}, {}))
+        except SettingError as error:
+            assert_one_sentence(error, f"{name}=")
 
 
 @settings(max_examples=100, deadline=None)
