@@ -12,9 +12,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
@@ -71,13 +70,11 @@ need.
 """
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Proof:
-    """A test that proves a feature for a model of the zoo, on so many versions of vLLM."""
+class Proof(NamedTuple):
+    """A test proves a feature for a model of the zoo, on one version of vLLM or on both."""
 
     feature: str
     model: str
-    test: str
     on_both: bool
 
 
@@ -85,16 +82,15 @@ class Collector:
     """Plugin of pytest: what the collected tests prove."""
 
     def __init__(self) -> None:
-        self.proofs: list[Proof] = []
+        self.proofs: set[Proof] = set()
 
     def pytest_collection_finish(self, session: Any) -> None:
         """See pytest."""
         for item in session.items:
             for marker in item.iter_markers("support"):
-                test = f"{Path(item.path).relative_to(ROOT)}::{item.originalname}"
                 on_both = item.get_closest_marker("versions") is not None
                 models = marker.kwargs.get("models") or models_of(item)
-                self.proofs += [Proof(marker.args[0], each, test, on_both) for each in models]
+                self.proofs |= {Proof(marker.args[0], each, on_both) for each in models}
 
 
 def models_of(item: Any) -> list[str]:
@@ -120,7 +116,7 @@ def collect() -> list[Proof]:
     )
     if done.returncode:
         raise RuntimeError(f"tests could not be collected: {done.stdout}{done.stderr}")
-    return [Proof(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+    return [Proof(*row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
 def _collect_here() -> int:
@@ -132,10 +128,7 @@ def _collect_here() -> int:
     ]
     wanted = ["--collect-only", "-q", "-m", "support", "-p", "no:cacheprovider"]
     code = int(pytest.main([*wanted, *sorted(files)], plugins=[plugin]))
-    rows = [
-        {name: getattr(each, name) for name in Proof.__slots__} for each in sorted(plugin.proofs)
-    ]
-    print(json.dumps(rows))
+    print(json.dumps(sorted(plugin.proofs)))
     return code
 
 
@@ -154,7 +147,7 @@ def page(proofs: Iterable[Proof]) -> str:
     strange |= {each.model for each in known} - ZOO.keys()
     if strange:
         raise ValueError(f"neither in FEATURES nor in the zoo: {', '.join(sorted(strange))}")
-    return "\n".join([TOP, *_models(), "", "## Features", "", *_matrix(known), "", *_tests(known)])
+    return "\n".join([TOP, *_models(), "", "## Features", "", *_matrix(known), "", *_meanings()])
 
 
 def _models() -> list[str]:
@@ -181,13 +174,9 @@ def _cell(on_both: set[bool] | None) -> str:
     return "both" if True in on_both else VERSIONS[0]
 
 
-def _tests(proofs: Sequence[Proof]) -> list[str]:
-    lines = ["## What that means, and the tests", ""]
-    for feature, meaning in FEATURES.items():
-        tests = sorted({each.test for each in proofs if each.feature == feature})
-        lines.append(f"* **{feature}**: {meaning}.")
-        lines += [f"  * `{each}`" for each in tests] or ["  * no test yet"]
-    return [*lines, ""]
+def _meanings() -> list[str]:
+    lines = [f"* **{feature}**: {meaning}." for feature, meaning in FEATURES.items()]
+    return ["## What that means", "", *lines, ""]
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -7,7 +7,9 @@ vLLM, thread, socket or file.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +91,12 @@ IMPURE = {
     "secrets", "select", "signal", "socket", "subprocess", "tempfile", "threading", "time", "torch",
     "triton", "vllm", "zmq",
 }  # fmt: skip
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax tree. It must not be changed: all tests of a process share it."""
+    return ast.parse(path.read_text())
 
 
 def module_name(path: Path) -> str:

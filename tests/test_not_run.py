@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.fixtures.not_run import FOLDER, UNNAMED, summary
-from tests.house import ROOT
+import pytest
 
-CONFTEST = """
-import os
-from pathlib import Path
-from tests.fixtures.not_run import Noted
+from tests.fixtures.not_run import UNNAMED, Noted, summary
 
-def pytest_configure(config):
-    config.pluginmanager.register(Noted(Path(os.environ["TESTS_NOT_RUN"])))
-"""
+pytest_plugins = ["pytester"]
 
 TESTS = """
 import pytest
@@ -40,26 +32,16 @@ pytest.importorskip("no_such_module", reason="no such module here")
 """
 
 
-def test_sum_names_what_no_process_has_run_and_why(tmp_path: Path) -> None:
-    folder = tmp_path / "tests" / "hosts"
-    folder.mkdir(parents=True)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
+def test_sum_names_what_no_process_has_run_and_why(pytester: pytest.Pytester) -> None:
+    folder = pytester.mkdir("tests") / "hosts"
+    folder.mkdir()
     (folder / "test_some.py").write_text(TESTS)
     (folder / "test_whole.py").write_text(WHOLE)
-    noted = tmp_path / "noted"
-    environment = {**os.environ, FOLDER: str(noted), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-c", os.devnull]
-    for marks in ("not extended and not versions", "versions"):
-        done = subprocess.run(
-            [*command, "-W", "ignore", "-m", marks, "tests"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    noted = Path("noted")
+    options = ["-c", os.devnull, "--rootdir", ".", "-W", "ignore", "-p", "no:cacheprovider"]
+    for marks, num_skipped in (("not extended and not versions", 2), ("versions", 1)):
+        done = pytester.inline_run(*options, "-m", marks, "tests", plugins=[Noted(noted)])
+        done.assertoutcome(passed=1, skipped=num_skipped)
     files = ["tests/hosts/test_some.py", "tests/gpu/test_engines.py", "tests/test_pages.py"]
     assert summary(noted, files) == [
         f"not run here: 1 of gpu, {UNNAMED}",

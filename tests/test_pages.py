@@ -9,11 +9,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from deploy import settings
 from raykv.base.settings import ENV_PREFIX, INSTEAD
-from raykv.cli import app
+from raykv.cli import parser
 from raykv.metrics.table import METRICS
 from raykv.vllm.params import HINTS, PARAMS, TENANT
 from tests.house import HOUSE, ROOT, SOURCES
@@ -130,7 +129,7 @@ def test_files_and_names_of_the_build_are_there(name: str) -> None:
 
 @every_page
 def test_commands_that_a_page_names_exist(page: Path) -> None:
-    known = get_command(app).commands  # type: ignore[attr-defined]
+    known = parser().commands
     text = page.read_text()
     named = re.findall(r"`raykv\s+([a-z-]+)(?:\s+([a-z-]+))?", text)
     named += re.findall(r"^\$ (?:.*-- )?raykv ([a-z-]+)(?: ([a-z-]+))?", text, flags=re.MULTILINE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -50,7 +51,7 @@ from raykv.cluster.logs import set_up_logging
 from raykv.lab.bench.command import MOVED
 
 UsageError: Any = typer.BadParameter.__base__
-"""Of all wrong uses that the parser finds; typer shows it by its child alone."""
+"""The base class of all wrong uses that the parser finds; typer exports a subclass alone."""
 
 __all__ = ["app", "main"]
 
@@ -58,7 +59,7 @@ Command = Callable[..., None]
 
 
 class Group(NamedTuple):
-    """Commands about one thing, behind its name; and those that only say where they are now."""
+    """Commands about one thing, behind its name; those of `gone` only say where they are now."""
 
     help: str
     commands: Mapping[str, Command]
@@ -161,7 +162,7 @@ OLD_ADDRESS = "--ray-address"
 
 
 def renamed(words: Sequence[str], today: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Put the words of a command line into today's names; with a sentence for each old name."""
+    """Replace old names in a command line; returns its words, and a sentence for each old name."""
     found, sentences = list(words), []
     command = today.get(found[0]) if found else None
     inner = {"--help", *getattr(command, "commands", ())}
@@ -254,6 +255,12 @@ for panel, named in COMMANDS.items():
             _add(app, name, each, panel)
 
 
+@cache
+def parser() -> Any:
+    """All commands, as click knows them; to build them takes a tenth of a second."""
+    return get_command(app)
+
+
 def main() -> None:
     """Run the command line: errors that RayKV expects are one sentence on standard error, and with
     `--json` a document on standard output too.
@@ -282,7 +289,7 @@ def _fail(code: ExitCode, sentence: str) -> NoReturn:
 
 def _wants_json(words: Sequence[str]) -> bool:
     """Whether standard output is for JSON; some commands write theirs to a file."""
-    command: Any = get_command(app)
+    command = parser()
     for word in renamed(words, command.commands)[0]:
         command = getattr(command, "commands", {}).get(word, command)
     switches = [each for each in command.params if getattr(each, "is_flag", False)]
@@ -294,7 +301,7 @@ def _run() -> int:
         log_level("WARNING")
         set_up_logging("WARNING")
         # A number is an exit code; commands that end well return nothing.
-        return app(standalone_mode=False) or ExitCode.OK
+        return parser()(standalone_mode=False) or ExitCode.OK
     except ModuleNotFoundError as error:
         sentence = complaint(error, "this command")
         if not sentence:

@@ -73,12 +73,12 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def asks(*, yes: bool) -> bool:
-    """Whether to ask before something goes: a person is there, and has not said --yes."""
+    """Whether to ask before deleting: a person is at the terminal, and has not said --yes."""
     return not yes and sys.stdin.isatty()
 
 
 def confirm(sentence: str) -> None:
-    """Say what goes, and ask.
+    """Say what will be deleted, and ask.
 
     Raises:
         typer.Abort: the answer is no.
@@ -120,12 +120,12 @@ def parse_duration(name: str, value: str) -> float:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output; bytes, which keys are, as hexadecimal digits."""
+    """Print one JSON document; bytes, such as keys, become hexadecimal digits."""
     typer.echo(msgspec.json.format(_json(value)).decode())
 
 
 def print_json_line(value: Any) -> None:
-    """One JSON document in one line of standard output."""
+    """Print one JSON document on one line."""
     typer.echo(_json(value).decode())
 
 
@@ -154,7 +154,7 @@ def answer(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
 def done_each(
     names: Sequence[str], do: Callable[[str], object], what: str, *, as_json: bool
 ) -> None:
-    """Do something to each of these, and say what was done: `what`, a participle."""
+    """Do something to each name, and say so; `what` is a participle, like "removed"."""
     for name in names:
         do(name)
         if not as_json:
@@ -188,7 +188,7 @@ def table(*columns: str) -> Table:
 
 
 def table_of(rows: Iterable[T], columns: Mapping[str, Callable[[T], str] | None]) -> Table:
-    """A row for each: its columns by their heads. None: there is no such column this time."""
+    """Make a table with a row for each item; `columns` by their heads, left out where None."""
     cells = {head: cell for head, cell in columns.items() if cell is not None}
     made = table(*cells)
     for row in rows:
@@ -224,12 +224,12 @@ def ago(seconds: float) -> str:
 # Bars
 
 ShowBars = Callable[[Mapping[str, tuple[int, int]]], None]
-"""Takes what is under way: by its name, how much is done, and of how much (0: unknown)."""
+"""Called with the work under way: by its name, how much is done, of how much (0: unknown)."""
 
 
 @contextmanager
 def bars(*, as_json: bool, in_bytes: bool = False) -> Iterator[ShowBars]:
-    """Show how far something is, a bar for each name, and remove the bars at the end.
+    """Show a progress bar for each name, and remove the bars at the end.
 
     The bars are on standard error; there are none if that is no terminal, or with `--json`.
     """

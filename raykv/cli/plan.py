@@ -132,7 +132,7 @@ def settings(
 
 
 def _settled(address: str | None) -> tuple[str, dict[str, object]]:
-    """What the NodeActor of this host has settled, and its node; nothing where there is none."""
+    """Ask this host's NodeActor what it has settled; returns its node too, or nothing."""
     from raykv.cluster.join import find_cluster, resolve_node_id
 
     try:

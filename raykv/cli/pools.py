@@ -201,7 +201,7 @@ def _place(kept: Kept) -> str:
 
 
 def _half_dead(named: str | None, error: ClusterError, *, yes: bool) -> str:
-    """A cluster of this host that answers nothing any more, but whose processes can be ended.
+    """Find a cluster on this host that no longer answers, but whose processes can be ended.
 
     Raises:
         ClusterError: `error`; there is no such cluster.

@@ -29,7 +29,7 @@ def serve(
 
     Example: raykv serve Qwen/Qwen3-8B --pool-bytes 32GiB --port 8001
     """
-    from raykv.serve import serve as run_server
+    from raykv.serve.command import serve as run_server
 
     code = run_server(model, context.args, ray_address=address, pool_bytes=pool_bytes)
     raise typer.Exit(code)

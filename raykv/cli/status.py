@@ -114,9 +114,8 @@ def _namespaces(known: ClusterStatus) -> Table:
 
 
 def percent(sources: TokenSources, tokens: int) -> str:
-    """A share of all tokens, for people."""
-    share = sources.share(tokens)
-    return "-" if share is None else f"{100 * share:.0f} %"
+    """The share of all prompt tokens, for people."""
+    return f"{100 * tokens / sources.prompt:.0f} %" if sources.prompt else "-"
 
 
 def _ranks(engine: EngineStatus) -> str:
@@ -134,20 +133,21 @@ def _engines(known: ClusterStatus) -> Table:
             "namespace": lambda engine: short_namespace(engine.namespace),
             "ranks": _ranks,
             "failed": lambda engine: str(engine.counters.get("loads_failed", 0)),
-            "fetch": lambda engine: _rate(engine.counters.get("fetch_bytes_per_s", 0), "B/s"),
-            "prefill": lambda engine: _rate(
-                engine.counters.get("prefill_tokens_per_s", 0), "tokens/s"
-            ),
+            "fetch": _fetch_rate,
+            "prefill": _prefill_rate,
             "versions": lambda engine: engine.versions,
         },
     )
 
 
-def _rate(measured: int, unit: str) -> str:
-    """A rate for people; empty while it is unknown."""
-    if not measured:
-        return "-"
-    return f"{human_bytes(measured)}/s" if unit == "B/s" else f"{measured:,} {unit}"
+def _fetch_rate(engine: EngineStatus) -> str:
+    measured = engine.counters.get("fetch_bytes_per_s")
+    return f"{human_bytes(measured)}/s" if measured else "-"
+
+
+def _prefill_rate(engine: EngineStatus) -> str:
+    measured = engine.counters.get("prefill_tokens_per_s")
+    return f"{measured:,} tokens/s" if measured else "-"
 
 
 def _silent(known: ClusterStatus) -> Iterator[Text]:
@@ -212,10 +212,6 @@ class TokenSources:
     def computed(self) -> int:
         """The others."""
         return max(0, self.prompt - self.own - self.loaded)
-
-    def share(self, tokens: int) -> float | None:
-        """`tokens` of all, from 0 to 1; None if there are no tokens."""
-        return tokens / self.prompt if self.prompt else None
 
 
 @dataclass(frozen=True, slots=True)

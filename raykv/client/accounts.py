@@ -1,4 +1,4 @@
-"""What NodeActors have of their engines' requests: their accounts, and their hidden states."""
+"""Ask NodeActors about their engines' requests: what became of tokens, and hidden states."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from raykv.protocol.status import MoreRoom
 
 
 def why_miss(scheduler: Scheduler, request_id: str) -> list[Explanation]:
-    """Why tokens of a request were not loaded; known about a second after it has ended.
+    """Explain why tokens of a request were not loaded; known about a second after it has ended.
 
     Args:
-        request_id: as in the answer, or the client's `X-Request-Id`, or its beginning.
+        request_id: from the answer, or the client's `X-Request-Id`; the beginning suffices.
 
     Returns:
-        The requests whose ids begin so, the newest first, at most 16 of each node's latest 4,096.
+        The requests whose ids begin like this, newest first: at most 16 per node, out of its
+        latest 4,096.
 
     Raises:
         ClusterError: RayKV does not run here, does not answer, or knows no such request.
@@ -40,7 +41,7 @@ def why_miss(scheduler: Scheduler, request_id: str) -> list[Explanation]:
 
 
 def more_room(scheduler: Scheduler) -> MoreRoom:
-    """What more room in each pool would have saved in the last hour, in computed tokens.
+    """Estimate how many computed tokens larger pools would have saved in the last hour.
 
     Raises:
         ClusterError: RayKV does not run here, or does not answer.
@@ -53,7 +54,7 @@ def more_room(scheduler: Scheduler) -> MoreRoom:
 
 
 def summed(told: Sequence[MoreRoom]) -> MoreRoom:
-    """What several nodes say of the same sizes."""
+    """Add up the estimates of several nodes, which are for the same sizes."""
     return MoreRoom(
         window_s=max(each.window_s for each in told),
         nodes=sum(each.nodes for each in told),
@@ -74,15 +75,14 @@ class _AccountPlace(NamedTuple):
 
 
 def requests(scheduler: Scheduler, after: str | int = "") -> EndedRequests:
-    """Requests that have ended, all over the cluster, and what became of their tokens; some of
-    them if there are many.
+    """Return a page of the requests that have ended on all nodes, and what became of their tokens.
 
     Args:
-        after: the place behind the last one that is known, as an earlier answer has it; empty, or
-            0: from the oldest one on that is remembered.
+        after: `following` or `last` of an earlier answer: go on behind it. Empty or 0: begin with
+            the oldest request that nodes remember.
 
     Raises:
-        ClusterError: RayKV does not run here, or does not answer, or that is no place.
+        ClusterError: RayKV does not run here, or does not answer, or `after` is invalid.
     """
     scheduler.find()
     known = _places(str(after or ""))
@@ -121,7 +121,7 @@ def _places(text: str) -> dict[str, _AccountPlace]:
 
 
 def hidden_states(request_id: str, node_id: str | None, deadline_s: float) -> Any:
-    """A ray.ObjectRef of the hidden states of a request; see `raykv.hidden_states`.
+    """Return a ray.ObjectRef of the hidden states of a request; see `raykv.hidden_states`.
 
     Raises:
         HiddenStatesError: no node knows the request in time, or the node has no NodeActor.

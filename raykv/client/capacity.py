@@ -13,15 +13,15 @@ from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.memory.room import human_bytes
 
 COMPARED = (8 << 30, 32 << 30, 128 << 30, 512 << 30)
-"""Pools that are usual."""
+"""Usual sizes of pools."""
 
 STATE = "recurrent state"
-"""The kind of layers that keep one state, and not something of each token."""
+"""The kind of layers that keep one state instead of something for each token."""
 
 
 @dataclass(frozen=True)
 class PoolWishes:
-    """Settings, as far as sizes follow from them; `objection`: why the machine can't give it.
+    """Settings that sizes follow from; `objection`: why the machine can't give such a pool.
 
     `staging_bytes` is None where nothing is staged.
     """
@@ -34,7 +34,7 @@ class PoolWishes:
 def make_plan(
     shape: KVShape, stored: Sequence[StoredPrompt], wishes: PoolWishes, note: str = ""
 ) -> Plan:
-    """Sizes, and what is wrong with them.
+    """Compute sizes, and say what is wrong with them.
 
     Args:
         shape: the model's.
@@ -166,13 +166,13 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the layers that look back to the beginning."""
+        """What a token takes in layers that look back to the beginning."""
         whole = [each for each in self.groups if each.window_chunks is None]
         return sum(each.chunk_bytes // each.tokens_per_chunk for each in whole)
 
     @property
     def window_bytes(self) -> int:
-        """Of the windows and states that a prefix needs beside that."""
+        """What a prefix needs of windows and states in addition."""
         return sum(each.window_chunks or 0 for each in self.groups) * self.slot_bytes
 
 
@@ -221,7 +221,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bytes_per_token: of the layers that look back to the beginning.
-        window_bytes: what a prefix needs of windows and states beside that.
+        window_bytes: what a prefix needs of windows and states in addition.
         prompts: what is stored of prompts of some lengths; the last one is the longest.
         pool: the one that the settings ask for, or the default on this machine.
         pools: others to compare it with.

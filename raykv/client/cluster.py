@@ -70,8 +70,8 @@ class Cluster:
         self.quotas = quotas.Quotas(self._scheduler)
 
     def status(self) -> ClusterStatus:
-        """Nodes, engines and what they hold, as of now. `silent` NodeActors do not answer: their
-        numbers are the last ones that they reported.
+        """Return nodes, engines and what they hold. `silent` are NodeActors that do not answer:
+        their numbers are the last ones that they reported.
 
         Raises:
             ClusterError: RayKV does not run in this cluster, or its scheduler actor does not
@@ -154,7 +154,7 @@ class Cluster:
         *,
         watch: Callable[[list[str]], None] = lambda _: None,
     ) -> None:
-        """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
+        """Empty the cache, of one model's namespace or of all, in one step, whatever it holds.
 
         Engines see misses as soon as their nodes have heard of it, and store anew. Nothing that was
         stored or begun before is ever loaded after that, not even from a node or a disk that is
@@ -231,7 +231,7 @@ class Cluster:
 
         Args:
             keys: as `snapshot` and `events` have them.
-            namespace: None: any in which a key is known.
+            namespace: only this one; None: any in which a key is known.
 
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
@@ -343,7 +343,13 @@ class Cluster:
         Raises:
             ClusterError: Ray does not answer.
         """
-        return pools.keep_pools(deadline_s)
+        found, silent = ask.ask_nodes(
+            Kept,
+            lambda _, actor: actor.keep.remote(deadline_s),
+            deadline_s=deadline_s + deadlines.ANSWER_S,
+        )
+        problems = {node_id: Kept(node_id, problem=why) for node_id, why in silent.items()}
+        return [kept for _, kept in sorted({**found, **problems}.items())]
 
     def down(self) -> int:
         """End all of RayKV's actors and free their pools; returns how many there were.

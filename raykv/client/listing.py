@@ -1,4 +1,4 @@
-"""What `raykv.client.cluster.Cluster` says of chunks and of prompts."""
+"""List chunks and look up prompts: parts of `raykv.client.cluster.Cluster`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 from raykv.protocol import columns, framing, listing, reader
 
 LONG_KEY = 16
-"""Bytes of a key from which on it is looked for as a whole first."""
+"""A key of at least this many bytes is first looked up as a whole key."""
 
 MOST_FIRST = reader.MAX_PAGE // 2
 """Chunks that a listing in some order is for: this many of each page of places may be among
@@ -41,19 +41,19 @@ def chunks(  # noqa: PLR0913 - what a listing is narrowed by
     limit: int | None = None,
     tier: str = "",
 ) -> Iterator[reader.Chunk]:
-    """The chunks that are held, one for each pool and disk that has it, page by page.
+    """Yield the chunks in pools and on disks, one for each copy, page by page.
 
-    A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
-    or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
+    A copy that stays in its place meanwhile is listed exactly once; one that comes, goes or moves
+    may be listed or not. A listing changes nothing, and keeps nothing in memory.
 
     Args:
-        namespace: only of this one, which may be the beginning of a name.
-        node: only on this one; the same.
-        key: only those whose key, or its hexadecimal digits, begins so.
+        namespace: only chunks of this namespace; the beginning of its name suffices.
+        node: only on this node; the beginning of its id suffices.
+        key: only chunks whose key begins with these bytes or hexadecimal digits.
         group: only of this KV group.
-        order: by age, idle, hits or size, what has most of it first; "": pages of all nodes in
-            turn, each node's disk after its pool.
-        limit: the first ones only. An order without a limit has all in memory here.
+        order: sort by age, idle, hits or size, the largest first; "": pages of all nodes in turn,
+            each node's pool before its disk.
+        limit: at most this many. An order without a limit holds all of them in memory here.
         tier: only in pools ("ram"), or on disks ("disk").
 
     Raises:
@@ -150,10 +150,10 @@ def _chunks_of(
 
 
 def chunk(scheduler: Scheduler, key: bytes | str) -> list[reader.Chunk]:
-    """The copies of the chunk whose key, or its hexadecimal digits, begins so; may be none.
+    """Return the copies of the chunk whose key begins with these bytes or hexadecimal digits.
 
     Raises:
-        ClusterError: several keys begin so, or RayKV does not run here or does not answer.
+        ClusterError: several keys begin like this, or RayKV does not run here or does not answer.
     """
     wanted = key.hex() if isinstance(key, bytes) else key.lower()
     found: list[reader.Chunk] = []
@@ -186,15 +186,15 @@ def lookup(
     namespace: str | None = None,
     traits: block_hashes.PromptTraits = block_hashes.PLAIN,
 ) -> reader.PromptLookup:
-    """Where the chunks of a prompt are, and how much of it each node could load.
+    """Find where the chunks of a prompt are, and how much of it each node could load.
 
     Args:
         tokens: the prompt; or
         text: that, as `/v1/completions` takes it; or
         messages: those of a chat, as `/v1/chat/completions` takes them. Text and messages need
             the tokenizer of `model`, by default that of the namespace's engines.
-        model: as its engines call it, or the last part of that.
-        namespace: or the beginning of one. Needed only if a model has several.
+        model: the name that its engines use, or the last part of it.
+        namespace: the beginning of its name; needed only if the model has several.
         traits: what separates the prompt from others with the same tokens: salt, adapter.
 
     Raises:

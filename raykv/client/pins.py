@@ -1,4 +1,4 @@
-"""Chunks that are never evicted, or later than others: pins, and the keys that people name."""
+"""Pins, which keep chunks from being evicted; and the keys that people give."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ def pin(
     priority: int | None = None,
     pin_id: str | None = None,
 ) -> operator.PinStatus:
-    """Keep chunks in the cache, wherever they are and come to; those too that are not stored
-    yet. All of them or, with an error, none.
+    """Keep chunks from being evicted on every node that has or gets them, also chunks that are
+    not stored yet. Atomic: an error means that nothing was pinned.
 
     Args:
-        keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first. Those
-            of a prompt are `cluster.lookup(text=…).keys`.
-        namespace: as `status` shows it, or the beginning of it; may be left out if there is
-            one only.
+        keys: offload keys as bytes or hex, in the order of the prefix; those of a prompt are
+            `cluster.lookup(text=…).keys`.
+        namespace: as `status` shows it, or its beginning. Default: the only namespace.
         ttl_s: how many seconds the pin lasts, at most 30 days.
-        priority: None: no eviction takes them. 1 to 9: evictions take them only when nothing
-            without a priority, or with a lower one, is left.
-        pin_id: a name for the pin, in the place of an earlier one of that name; else a new one.
+        priority: None: never evict these chunks. 1 to 9: evict them only when no chunk without a
+            priority, or with a lower one, is left.
+        pin_id: name of the pin, which replaces an earlier pin of that name. Default: a new name.
 
     Raises:
-        ClusterError: RayKV does not run here, or does not answer; pins may not take so much.
+        ClusterError: RayKV does not run here, or does not answer; or pins would exceed pin_share.
         SettingError: an argument is not allowed.
     """
     check_pin(ttl_s, priority)
@@ -62,7 +61,7 @@ def pin(
 
 
 def _made(scheduler: Scheduler, order: operator.PinOrder) -> operator.PinStatus:
-    """A pin as soon as all nodes have its keys, or what is known then."""
+    """Return the pin once all nodes have its keys, or what they keep of it after some seconds."""
     give_up_at = time.monotonic() + deadlines.PROBE_S
     asked: Collection[str] | None = None
     while True:
@@ -126,7 +125,7 @@ def _pinned(scheduler: Scheduler, order: operator.PinOrder) -> set[bytes]:
 
 
 def unpin(scheduler: Scheduler, pin_id: str) -> None:
-    """End a pin; its chunks are evicted in their turn again.
+    """End a pin; its chunks can be evicted again.
 
     Raises:
         ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
@@ -138,7 +137,7 @@ def unpin(scheduler: Scheduler, pin_id: str) -> None:
 
 
 def pins(scheduler: Scheduler) -> operator.Pinned:
-    """All pins, and what they take of each node.
+    """List all pins, and how much of each node's pool they keep.
 
     Raises:
         ClusterError: RayKV does not run here, or does not answer.
@@ -154,7 +153,7 @@ def pins(scheduler: Scheduler) -> operator.Pinned:
 
 
 def chunks_of(scheduler: Scheduler, pin_id: str) -> tuple[str, list[bytes]]:
-    """The namespace and the keys of a pin.
+    """Return the namespace and the keys of a pin.
 
     Raises:
         NotFoundError: there is no such pin.
@@ -169,7 +168,7 @@ def chunks_of(scheduler: Scheduler, pin_id: str) -> tuple[str, list[bytes]]:
 
 
 def pinned_on(scheduler: Scheduler, node_id: str, namespace: str) -> set[bytes]:
-    """Chunks of a namespace that pins without a priority keep on a node."""
+    """Return the chunks of a namespace that pins without a priority keep on a node."""
     nodes = ask_each(operator.PinsHere, ask.asking("pins"), [node_id]).values()
     return {
         keys[at]
@@ -194,7 +193,7 @@ def _keys_of(scheduler: Scheduler, pin: operator.OrderedPin) -> list[bytes]:
 def _status(
     pin_id: str, pin: operator.OrderedPin, nodes: Iterable[operator.PinsHere]
 ) -> operator.PinStatus:
-    """A pin, put together from what nodes say."""
+    """Merge what nodes keep of a pin."""
     kept: defaultdict[str, set[int]] = defaultdict(set)
     waiting: set[int] = set()
     num_bytes = 0

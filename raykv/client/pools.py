@@ -1,4 +1,4 @@
-"""NodeActors ahead of time: made on nodes before an engine starts there, and waited for."""
+"""Make NodeActors before the first engine starts, wait for their pools, and end them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor
 from raykv.node.wishes import RayNode, usual_nodes, wants
 from raykv.protocol.framing import encode, receive
-from raykv.protocol.node import Kept, NodeDescription
+from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import NodeUp, PoolWish
 
 # For the pools of all nodes to be there, prefaulted: 2 GB/s, so 256 GiB take two minutes.
@@ -32,7 +32,7 @@ Watch = Callable[[Sequence[NodeUp]], None]
 
 
 def live_nodes() -> list[RayNode]:
-    """The cluster's nodes.
+    """Return the cluster's living nodes.
 
     Raises:
         ClusterError: Ray does not answer.
@@ -51,19 +51,19 @@ def up(  # noqa: PLR0913 - what pools may be asked for
     deadline_s: float = UP_S,
     watch: Watch = lambda _: None,
 ) -> list[NodeUp]:
-    """Have a pool on every node that matches, prefaulted, before an engine starts; nodes that
-    match and join later get one too. What is there already stays as it is.
+    """Make a prefaulted pool on every matching node before an engine starts; matching nodes that
+    join later get one too. Pools that exist stay as they are.
 
     Args:
         on: "all", a Ray resource like "GPU", or a label like "pool=kv". Default: the nodes with a
             GPU if there are any, else all.
-        node_ids: these instead, by Ray's ids.
+        node_ids: these nodes instead, by Ray's ids.
         pool_bytes: default: the setting, else a quarter of what each node has free.
         pool_path: a file for the pools; default: the setting.
         slab_bytes: the largest chunk that a pool can hold. Default: 64 MiB, or an eighth of a pool
             that is smaller than 512 MiB.
         deadline_s: for all of it.
-        watch: called several times a second with how far each node is.
+        watch: called several times a second with the progress of each node.
 
     Raises:
         ClusterError: no node matches, or Ray does not answer.
@@ -93,16 +93,16 @@ def up(  # noqa: PLR0913 - what pools may be asked for
 
 
 def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> list[NodeUp]:
-    """Have a NodeActor on every node that the wish means, its pool prefaulted.
+    """Make a NodeActor with a prefaulted pool on every node that the wish matches.
 
     Args:
         address: of the cluster.
         wish: which nodes, and what pools.
         deadline_s: for all of it.
-        watch: called with how far all nodes are, several times a second.
+        watch: called several times a second with the progress of each node.
 
     Raises:
-        NotFoundError: no node is meant.
+        NotFoundError: no node matches.
         ClusterError: Ray does not answer.
     """
     give_up_at = time.monotonic() + deadline_s
@@ -139,7 +139,7 @@ def _make(
     actors: dict[str, Any],
     states: dict[str, NodeUp],
 ) -> None:
-    """Enter a node's NodeActor among the actors, or among the states why there is none."""
+    """Make a node's NodeActor, and add it to `actors`; if that fails, `states` says why."""
     try:
         actors[node_id] = make_node_actor(address, node_id, wish)
     except Exception as error:
@@ -147,7 +147,7 @@ def _make(
 
 
 def _look(address: str, actors: dict[str, Any], states: dict[str, NodeUp], wish: PoolWish) -> None:
-    """Ask all that are not ready how far they are; who does not answer is as it was.
+    """Update the nodes that are not ready; one that does not answer keeps its state.
 
     A NodeActor that was to have another pool and got none is ended, and made anew by the next look.
     """
@@ -189,21 +189,6 @@ def _late(state: NodeUp, deadline_s: float) -> NodeUp:
     done = f"{human_bytes(state.prefaulted_bytes)} of {human_bytes(state.pool_bytes)} prefaulted"
     how_far = done if state.pool_bytes else "no answer of its NodeActor"
     return msgspec.structs.replace(state, error=f"not ready within {deadline_s:g} s: {how_far}")
-
-
-def keep_pools(deadline_s: float) -> list[Kept]:
-    """Have all NodeActors write what their pools hold to where it outlives them; a row each.
-
-    Raises:
-        ClusterError: Ray does not answer.
-    """
-    found, silent = ask.ask_nodes(
-        Kept,
-        lambda _, actor: actor.keep.remote(deadline_s),
-        deadline_s=deadline_s + deadlines.ANSWER_S,
-    )
-    problems = {node_id: Kept(node_id, problem=why) for node_id, why in silent.items()}
-    return [kept for _, kept in sorted({**found, **problems}.items())]
 
 
 def stop_actors(timeout_s: float) -> int:

@@ -21,12 +21,12 @@ from raykv.protocol.status import ClusterStatus
 logger = logging.getLogger("raykv")
 
 WatchNodes = Callable[[list[str]], None]
-"""Is given the nodes that are waited for."""
+"""Called with the ids of the nodes that are waited for."""
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Looked up anew for every question: it may have a new life.
+    """Looks the actor up for every question: it may have a new life.
 
     All methods raise a `ClusterError` if RayKV does not run at `address`, or does not answer.
     """
@@ -34,7 +34,7 @@ class Scheduler:
     address: str
 
     def find(self) -> Any:
-        """The actor's handle."""
+        """Return the actor's handle."""
         actor = ask.ask_ray(ask.find_scheduler_actor)
         if actor is None:
             raise errors.ClusterError(
@@ -44,17 +44,17 @@ class Scheduler:
         return actor
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What a method of the actor returns."""
+        """Call a method of the actor, and return its answer."""
         return ask.answer(
             self.find(), method, *arguments, timeout_s=deadlines.CLIENT_S, watch=_tell_silent
         )
 
     def ask_for(self, kind: type[framing.S], method: str, *arguments: Any) -> framing.S:
-        """That, as a struct."""
+        """Call a method that answers with a struct."""
         return ask.received(kind, self.ask(method, *arguments))
 
     def status(self) -> ClusterStatus:
-        """What it knows."""
+        """Return the cluster's status as the actor knows it."""
         return self.ask_for(ClusterStatus, "status")
 
     def order(
@@ -63,15 +63,15 @@ class Scheduler:
         watch: WatchNodes = lambda _: None,
         refused: str = "it was not done",
     ) -> list[str]:
-        """Have an order carried out: it is kept, and each node that reports has heard of it.
+        """Give an order, and wait until it is kept and each node that reports follows it.
 
         Args:
-            order: the same one again changes nothing.
-            watch: is given the nodes that have not heard of it after a second, once, if any.
-            refused: what a refusal means, in words.
+            order: repeating the same one changes nothing.
+            watch: called once, after a second, with the nodes that do not follow it yet, if any.
+            refused: how the error begins if the order is refused.
 
         Returns:
-            The ids of the engines that it is for; of a naming of weights only.
+            The ids of the engines whose weights it names; none for other orders.
 
         Raises:
             ClusterError: it is refused, or it is not done in time; nodes that are behind are named.
@@ -98,7 +98,7 @@ class Scheduler:
             time.sleep(deadlines.LOOK_S)
 
     def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
-        """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""
+        """Yield the end of a NodeActor's log, or the scheduler actor's; `follow`: wait for more."""
         actor, who = self.find(), ask.SCHEDULER
         if node_id:
             who = ask.NODE_ACTOR
@@ -116,14 +116,14 @@ class Scheduler:
                 time.sleep(deadlines.IDLE_LOOK_S)
 
     def node(self, beginning: str) -> str:
-        """The one node with a pool whose id begins so."""
+        """Return the id of the one node with a pool whose id begins like this."""
         known = [node.node_id for node in self.status().nodes]
         return _the_one("ids of nodes with a pool", known, beginning)
 
     def full_namespace(self, beginning: str, *, is_whole: bool = False) -> str:
-        """The one namespace that begins so; `status` shows the first digits only.
+        """Return the one namespace whose name begins like this.
 
-        `is_whole`: chunks of it are to be moved, by the names that they have.
+        `is_whole`: its chunks are to be moved, which takes the names that they have.
 
         Raises:
             ClusterError: there is not exactly one; or it is to be whole, and lies in parts.
@@ -131,26 +131,11 @@ class Scheduler:
         known = self.status()
         found = namespace_of(known, beginning)
         if is_whole:
-            self.refuse_parts(found, known)
+            refuse_parts(found, known)
         return found
 
-    def refuse_parts(self, namespace: str, known: ClusterStatus | None = None) -> None:
-        """Chunks are moved by the names that they have. `known` saves a question.
-
-        Raises:
-            ClusterError: the namespace has parts alone, of engines with several places.
-        """
-        known = known or self.status()
-        names = {*known.namespaces, *known.disk_chunks}
-        parts = sorted(name for name in names if family_of(name) == namespace != name)
-        if parts and namespace not in names:
-            raise errors.ClusterError(
-                f"the chunks of namespace {namespace[:12]} lie in parts, since its engines have "
-                f"several places: name one of {', '.join(parts)}"
-            )
-
     def sources_of(self, namespace: str, keys: Sequence[bytes]) -> list[Collection[Source]]:
-        """The pools and disks that have each key."""
+        """Return the pools and disks that have each key."""
         found: list[Collection[Source]] = []
         while len(found) < len(keys):
             some = list(keys[len(found) : len(found) + MAX_KEYS])
@@ -161,7 +146,7 @@ class Scheduler:
 
 
 def namespace_of(known: ClusterStatus, beginning: str) -> str:
-    """The one namespace of a cluster that begins so.
+    """Return the one namespace of a cluster whose name begins like this.
 
     Raises:
         ClusterError: there is not exactly one.
@@ -175,6 +160,22 @@ def namespace_of(known: ClusterStatus, beginning: str) -> str:
     if PART_MARK not in beginning:
         names = {str(family_of(name)) for name in names}
     return _the_one("namespaces of the cache", sorted(names), beginning)
+
+
+def refuse_parts(namespace: str, known: ClusterStatus) -> None:
+    """Refuse a namespace that has parts alone, of engines with several places: chunks are moved by
+    the names that they have.
+
+    Raises:
+        ClusterError: it names the parts.
+    """
+    names = {*known.namespaces, *known.disk_chunks}
+    parts = sorted(name for name in names if family_of(name) == namespace != name)
+    if parts and namespace not in names:
+        raise errors.ClusterError(
+            f"the chunks of namespace {namespace[:12]} lie in parts, since its engines have "
+            f"several places: name one of {', '.join(parts)}"
+        )
 
 
 def _the_one(whats: str, known: Sequence[str], beginning: str) -> str:
@@ -203,7 +204,7 @@ def _not_done(state: operator.OrderState) -> str:
 def with_answers(
     known: ClusterStatus, told: Mapping[str, NodeDescription], silent: dict[str, str]
 ) -> ClusterStatus:
-    """What the scheduler actor knows, with what NodeActors have just told, or why they have not."""
+    """Merge NodeActors' answers into the scheduler actor's status; `silent`: why there are none."""
     there = {node.node_id for node in known.nodes}
     # All counters of a node, so that they are of one moment.
     fresh = {n: msgspec.structs.asdict(each.stats) for n, each in told.items() if not each.refusal}

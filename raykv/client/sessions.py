@@ -1,4 +1,4 @@
-"""Sessions of requests, as people and programs beside the engines know them."""
+"""Sessions of requests, as clients outside the engines see and control them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import family_of, short_namespace
 from raykv.client.pins import check_priority
-from raykv.client.scheduler import Scheduler
+from raykv.client.scheduler import Scheduler, refuse_parts
 from raykv.client.transfers import Watch, bring
 from raykv.cluster import ask
 from raykv.protocol import operator, sessions
@@ -23,9 +23,10 @@ from raykv.protocol.framing import encode
 def found_sessions(
     scheduler: Scheduler, namespace: str, session: str = "", of: Collection[str] | None = None
 ) -> list[sessions.SessionStatus]:
-    """What all nodes know of sessions, or these, the one that was used last first; of each what
-    the node says that has used it last, and the requests of all. `namespace`: its beginning;
-    empty: any.
+    """Return the sessions that all nodes know, or these nodes, the latest first: each as the node
+    describes it that used it last, with the requests of all nodes.
+
+    `namespace`: the beginning of one; empty: any.
     """
     scheduler.find()
     space = scheduler.full_namespace(namespace) if namespace else ""
@@ -47,8 +48,7 @@ def found_sessions(
 
 
 def _keys_of(known: sessions.SessionStatus) -> list[bytes]:
-    """The keys of a session, in the order in which prompts have them, by the node that has used it
-    last.
+    """Ask the node that used a session last for its keys, in the order of the prompt.
 
     Raises:
         ClusterError: that node does not answer.
@@ -69,7 +69,7 @@ def _keys_of(known: sessions.SessionStatus) -> list[bytes]:
 
 
 def _placed(scheduler: Scheduler, known: sessions.SessionStatus) -> sessions.SessionStatus:
-    """A session, with where its chunks are."""
+    """Add to a session where its chunks are."""
     places: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
     for sources in scheduler.sources_of(known.namespace, _keys_of(known)):
         for source in sources:
@@ -93,23 +93,23 @@ class ClientSession:
         check_session(self.name)
 
     def status(self) -> sessions.SessionStatus:
-        """What is known of it, and where its chunks are now."""
+        """Return what is known of the session, and where its chunks are now."""
         return _placed(self._scheduler, self._known())
 
     def over(self) -> sessions.SessionStatus:
-        """It is over: chunks that no other session has used are the next to be evicted, on every
-        node. A request of the session that comes all the same takes it up again.
+        """End the session: on every node, chunks that no other session has used are evicted next.
+        A later request of the session takes it up again.
         """
         return self._order(sessions.SessionWord.OVER, 0.0, 0)
 
     def pause(self, seconds: float, *, priority: int | None = None) -> sessions.SessionStatus:
-        """Say that it goes on in about this time, at most an hour: until then its chunks are kept
-        by preference, within the share of the pools that requests may pin; if it has not come back
-        then, it is given up like one that is over.
+        """Announce that the session goes on in about this time, at most an hour. Until then its
+        chunks are kept by preference, within the share of the pools that requests may pin; after
+        that it counts as over.
 
         Args:
             seconds: the pause.
-            priority: 1 to 9, beside other chunks that are kept by preference; None: 1.
+            priority: 1 to 9, compared with other chunks that are kept by preference; None: 1.
 
         Raises:
             SettingError: an argument is not allowed.
@@ -118,7 +118,7 @@ class ClientSession:
         return self._order(sessions.SessionWord.PAUSED, float(seconds), priority or 0)
 
     def keys(self) -> list[bytes]:
-        """The offload keys of its chunks, in the order in which prompts have them."""
+        """Return the offload keys of its chunks, in the order of the prompt."""
         return _keys_of(self._known())
 
     def prefetch(
@@ -129,16 +129,16 @@ class ClientSession:
         watch: Watch = lambda _: None,
     ) -> operator.TransferResult:
         """Bring its chunks to a node's pool, from other pools or from disks, before it goes on
-        there. What does not come is no error: the result counts it.
+        there. Chunks that do not come are no error: the result counts them.
 
         Args:
             to: a node, by Ray's id, or an engine; the beginning of it suffices. Default: the node
                 where the session's latest request was.
-            deadline_s: for all of them.
+            deadline_s: for all chunks.
             watch: called after every page with the result so far.
         """
         known = self._known()
-        self._scheduler.refuse_parts(known.namespace)
+        refuse_parts(known.namespace, self._scheduler.status())
         node_id = self._node(to or known.node_id)
         keys = _keys_of(known)
         give_up_at = time.monotonic() + deadline_s
@@ -159,8 +159,8 @@ class ClientSession:
     def _order(
         self, word: sessions.SessionWord, pause_s: float, priority: int
     ) -> sessions.SessionStatus:
-        """Say something of it, and wait until the node that has used it last has heard: who does
-        not answer is asked once.
+        """Order a change, and wait until the node that used the session last shows it; nodes that
+        do not answer are asked once.
         """
         asked = self._known()
         news = sessions.SessionNews(self.name, word, pause_s=pause_s, priority=priority)
@@ -168,11 +168,8 @@ class ClientSession:
         answer = self._scheduler.ask_for(sessions.SessionAnswer, "order_session", encode(order))
         if not answer.nodes:
             raise NotFoundError(f"the session {self.name!r} has just been forgotten")
-        stage = (
-            sessions.SessionStage.PAUSED
-            if word is sessions.SessionWord.PAUSED
-            else sessions.SessionStage.OVER
-        )
+        is_pause = word is sessions.SessionWord.PAUSED
+        stage = sessions.SessionStage.PAUSED if is_pause else sessions.SessionStage.OVER
         give_up_at = time.monotonic() + deadlines.CLIENT_S
         while (known := self._known({asked.node_id})).stage != stage:
             if time.monotonic() > give_up_at:

@@ -1,4 +1,4 @@
-"""Chunks out of a cluster into files, and back into another one.
+"""Export chunks of a cluster to files, and import them into another one.
 
 The files are those of the disk tier (`raykv/node/disk/chunk_file.py`), and say what KV they have: a
 cluster whose engines can't use it refuses them by name.
@@ -23,7 +23,7 @@ from raykv.base.ids import Key, Namespace
 from raykv.client import listing, pins, transfers
 from raykv.client.chunks import read_from
 from raykv.client.import_source import import_source
-from raykv.client.scheduler import Scheduler
+from raykv.client.scheduler import Scheduler, refuse_parts
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
@@ -41,7 +41,7 @@ logger = logging.getLogger("raykv")
 T = TypeVar("T")
 
 WatchRead = Callable[[int, int], None]
-"""Is given how many chunks have been read, and how many are wanted."""
+"""Called with the numbers of chunks that have been read, and that are wanted."""
 
 
 def export_chunks(
@@ -62,8 +62,7 @@ def export_chunks(
             then all of it is in memory for a while.
         keys: these chunks; those of a prompt are `cluster.lookup(text=…).keys`.
         pin_id: those of a pin instead. Default: all of the namespace.
-        namespace: as `status` shows it, or the beginning of it; may be left out if there is one
-            only.
+        namespace: as `status` shows it, or its beginning. Default: the only namespace.
         most_bytes: export at most this many, the most used chunks first.
         watch: called after every read.
 
@@ -75,7 +74,7 @@ def export_chunks(
     target = Path(path)
     if pin_id:
         space, keys = pins.chunks_of(scheduler, pin_id)
-        scheduler.refuse_parts(space)
+        refuse_parts(space, scheduler.status())
     else:
         space = scheduler.full_namespace(namespace, is_whole=True)
     wanted = None if keys is None else _chosen(keys)
@@ -142,7 +141,7 @@ def _found(
 
 
 def _facts(scheduler: Scheduler, space: str) -> dict[str, str]:
-    """What the files say of their KV."""
+    """Return the facts about their KV that the files carry."""
     known = next((each for each in scheduler.status().spaces if each.namespace == space), None)
     known = known or status.NamespaceStatus(space)
     return {
@@ -183,10 +182,10 @@ def import_chunks(
     deadline_s: float = deadlines.BULK_S,
     watch: transfers.Watch = lambda _: None,
 ) -> operator.TransferResult:
-    """Bring the chunks of files into a node's pool, the first ones of as many as it has room
-    for beside what is pinned or in use there. Others are evicted for them; what the import has
-    brought is not, also for a minute after it, in which others may find no room. What does not
-    come is no error: the result counts it, as `no_room` what is beyond that.
+    """Bring chunks of files into a node's pool: the first ones, as many as fit next to chunks that
+    are pinned or in use. Other chunks are evicted for them. Imported chunks are not evicted until
+    a minute after the import, so other stores may find no room meanwhile. Chunks that do not come
+    are no error: the result counts them, and as `no_room` those that did not fit.
 
     Args:
         path: what `export_chunks` has written, where this process can read it.
@@ -259,7 +258,7 @@ def refuse_used(path: Path) -> None:
 
 
 def _parts(found: Iterable[T], size_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """In order, so many bytes at a time, or one that is larger."""
+    """Split into parts of at most this many bytes, in order; a larger item is a part of its own."""
     part: list[T] = []
     num_bytes = 0
     for each in found:
@@ -280,7 +279,7 @@ def _read_from(
     *,
     is_disk: bool,
 ) -> dict[Key, ChunkBytes]:
-    """What a node still has of chunks, all in its pool or all on its disk."""
+    """Read the chunks that a node still has, all in its pool or all on its disk."""
     came: dict[Key, ChunkBytes] = {}
     try:
         for piece in _parts(sizes.items(), lambda each: each[1], PIECE_BYTES):
@@ -294,7 +293,7 @@ def _read_from(
 
 
 def files_at(path: str | Path) -> list[ChunkFile]:
-    """What an import finds there.
+    """Read the headers of the files that an import finds there.
 
     Raises:
         SettingError: there are no files of chunks.
@@ -308,7 +307,7 @@ def files_at(path: str | Path) -> list[ChunkFile]:
 
 
 def first_that_fit(files: Sequence[ChunkFile], geometry: PoolGeometry | None) -> list[ChunkFile]:
-    """The first chunks of files, as many as a pool holds together if nothing else is in it."""
+    """Keep the first chunks of the files, as many as an empty pool holds."""
     if geometry is None:
         return list(files)
     sizes = (chunk.num_bytes for file in files for chunk in file.chunks)

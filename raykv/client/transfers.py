@@ -1,4 +1,4 @@
-"""Chunks into a node's pool, before a request needs them there."""
+"""Bring chunks to a node's pool before a request needs them there."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def prefetch(
     deadline_s: float = deadlines.TRANSFER_S,
     watch: Watch = lambda _: None,
 ) -> operator.TransferResult:
-    """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
-    from other pools, or from disks what is in none.
+    """Bring chunks to a node's pool before a request needs them there: from other pools, or from
+    disks if no pool has them.
 
-    The first chunks come first. What does not come is no error: the result counts it.
+    They come in the order of the keys. Chunks that do not come are no error: the result counts
+    them.
 
     Args:
         keys: as for `pin`.
@@ -73,10 +74,10 @@ def move(
     deadline_s: float = deadlines.TRANSFER_S,
     watch: Watch = lambda _: None,
 ) -> operator.TransferResult:
-    """`prefetch`, then give up the copies that other nodes have of what is there now.
+    """Bring chunks to a node as `prefetch` does, then drop the copies in other nodes' pools.
 
-    A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
-    more blocks. What is on disks stays there.
+    A copy stays if it is pinned there and not on the target too, or if it has more blocks. Copies
+    on disks stay.
 
     Raises:
         ClusterError: as for `prefetch`.
@@ -101,7 +102,7 @@ def bring(
     give_up_at: float,
     watch: Watch,
 ) -> Transfer:
-    """Chunks into the pool of a node, all names being whole ones; as for `prefetch`."""
+    """Bring chunks to a node's pool, as `prefetch` does; all names are whole ones."""
     transfer = Transfer(node_id, namespace, give_up_at, watch, asked=len(keys))
     sizes: dict[int, int] = {}
     silent: set[str] = set()
@@ -134,8 +135,8 @@ def _drop(
     *,
     with_pinned: bool = False,
 ) -> tuple[int, int]:
-    """Give up what others have in their pools of chunks that are there with these blocks;
-    returns how many copies were given up, and how many were not.
+    """Drop other pools' copies of chunks that the target has with these blocks; returns how many
+    copies were dropped, and how many were not.
     """
     asked = list(there)
     elsewhere: dict[str, list[bytes]] = {}
@@ -191,15 +192,16 @@ class Transfer:
 
     @property
     def result(self) -> operator.TransferResult:
-        """What has become of it so far."""
+        """Return the result so far."""
         refusals = dict(+self.refusals)
         return operator.TransferResult(**self.counts, refusals=refusals, seconds=self._seconds)
 
     def fetch(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, here: Collection[bytes]
     ) -> None:
-        """Have chunks fetched, of these sizes, each from one of its sources; the node is believed
-        to have some already.
+        """Order a fetch of chunks of these sizes, each from one of its sources.
+
+        `here`: those that the node is believed to have already.
         """
         left_s = min(self._give_up_at - time.monotonic(), deadlines.TRANSFER_S)
         if sizes and left_s <= 0:
@@ -213,7 +215,7 @@ class Transfer:
         self._watch(self.result)
 
     def fetch_from(self, source: Source, sizes: Mapping[bytes, int], scheduler: Scheduler) -> None:
-        """Have chunks fetched, of these sizes, from a source that the directory does not know."""
+        """Order a fetch of chunks of these sizes from a source that the directory does not know."""
         known = zip(sizes, scheduler.sources_of(self.namespace, list(sizes)), strict=True)
         here = {key for key, sources in known if Source(self.node_id) in sources}
         self.fetch(sizes, dict.fromkeys(sizes, (source,)), here)

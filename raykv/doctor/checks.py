@@ -29,12 +29,12 @@ SMALL_SHM_BYTES = 400 << 20
 MiB. RayKV's pools are not in `/dev/shm`."""
 
 MANY_STORED = 1024
-"""By so many stored chunks of each KV group one would have been loaded, where prompts have anything
-in common."""
+"""Of this many stored chunks in each KV group one would have been loaded if prompts had anything in
+common."""
 
 MANY_MISSED = 65_536
-"""Tokens of known prefixes that were not loaded: before that many, each prompt that parts where
-none did yet may be one of them."""
+"""Tokens of known prefixes that were not loaded; fewer may be of prompts that part in new
+places."""
 
 MEANT = ("weights_version", "weights", "config", "quantization", "draft", "code")
 """Traits that differ when two engines serve two models under one name."""
@@ -383,7 +383,7 @@ def _shared_memory(facts: ClusterFacts) -> Iterator[Complaint]:
 # Disks
 
 LONG_UNOWNED_S = 3600.0
-"""What nobody has held for a shorter time may belong to a cluster that is just starting."""
+"""A folder that was unowned for less time may belong to a cluster that is just starting."""
 
 
 def _disks(facts: ClusterFacts) -> Iterator[Complaint]:

@@ -52,7 +52,7 @@ class ClusterFacts:
 
     @property
     def hosts(self) -> list[tuple[NodeFacts, HostFacts]]:
-        """Nodes whose NodeActors have told of their hosts, and what."""
+        """Nodes whose NodeActors have described their hosts, with the descriptions."""
         return [(node, node.host) for node in self.nodes if node.host is not None]
 
     @property

@@ -24,7 +24,7 @@ from raykv.protocol.status import ClusterStatus
 logger = logging.getLogger("raykv.doctor")
 
 
-def gather(deadline_s: float = deadlines.PROBE_S) -> ClusterFacts:
+def gather() -> ClusterFacts:
     """Look at the cluster that this process has joined.
 
     Raises:
@@ -44,10 +44,11 @@ def gather(deadline_s: float = deadlines.PROBE_S) -> ClusterFacts:
         names.SCHEDULER: lambda actor: actor.status.remote(),
         **dict.fromkeys(node_ids.values(), lambda actor: actor.describe.remote()),
     }
-    first = ask_all(actors, questions, deadline_s)
+    first = ask_all(actors, questions, deadlines.PROBE_S)
     asked_at = time.time()
     answering = {name: actors[name] for name, answer in first.items() if not answer.error}
-    second = ask_all(answering, _host_questions(node_ids, list(alive.values())), deadline_s)
+    host_questions = _host_questions(node_ids, list(alive.values()))
+    second = ask_all(answering, host_questions, deadlines.PROBE_S)
     status = _decoded(first.get(names.SCHEDULER), ClusterStatus)
     return ClusterFacts(
         raykv_version=__version__,

@@ -188,8 +188,8 @@ def _rows(events: pd.DataFrame) -> Iterator[Mapping[str, Any]]:
 
 
 def _apply(held: dict[str, set[Chunk]], event: Mapping[str, Any]) -> Iterable[str]:
-    """Take an event in; the nodes of which something has changed. What a clear makes void goes by
-    each node's own events.
+    """Apply an event; returns the nodes that it changes. Chunks that a clear makes void go by their
+    nodes' own events.
     """
     node, name = event["node_id"], (event["namespace"], event["key"])
     match event["event"]:

@@ -31,8 +31,8 @@ def held_prefix(request: Request, held: Container[int]) -> int:
 
 
 def prefix_hits(requests: Sequence[Request], policy: Policy, capacity: int) -> Iterator[int]:
-    """For each request, how many chunks of its prefix are held when it comes; told once it is
-    stored. The policy is called as a pool would call it.
+    """Yield for each request how many chunks of its prefix are held when it comes, after storing
+    it. The policy is called as a pool would call it.
     """
     held: set[int] = set()
     for request in requests:

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def chunk_rows(cluster: Cluster, namespace: str | None, node: str | None) -> Iterator[Row]:
-    """Chunks in pools, those of one namespace or node only if their beginnings are given."""
+    """Rows of chunks in pools; of one namespace or node only, if its beginning is given."""
     for chunk in cluster.chunks(namespace=namespace, node=node, tier=reader.RAM):
         row = msgspec.structs.asdict(chunk)
         yield {**row, "key": chunk.key.hex(), "bytes": chunk.num_bytes}
@@ -136,7 +136,7 @@ def _described(cluster: Cluster, namespace: str, keys: Sequence[Key]) -> list[Ke
 
 
 def groups_of(known: status.ClusterStatus, namespace: str) -> list[descriptions.ChunkGroup]:
-    """The KV groups of a namespace; none if no engine has told them."""
+    """The KV groups of a namespace; none if no engine has reported them."""
     for each in known.spaces:
         if each.namespace == namespace and "chunks" in each.traits:
             return descriptions.parse_groups(each.traits["chunks"])

@@ -99,9 +99,8 @@ def kv(
 def bytes_per_chunk(cluster: Cluster, namespace: str | None = None) -> int:
     """Bytes that a chunk of tokens takes in pools, with what is stored of windows and states.
 
-    A pool has a few of those beside the chunks of whole prefixes: how many is counted in the pools
-    that there are. Where nothing is stored yet, or a model has windows or states alone, they count
-    as if all were stored.
+    Their number is counted in the pools of the cluster. If nothing is stored yet, or the model has
+    windows or states alone, they count as if all were stored.
 
     Args:
         cluster: from `raykv.connect()`.

@@ -150,7 +150,7 @@ def parse(kind: type[_Arguments], args: Mapping[str, Any]) -> _Arguments:
 
 
 def _place(loc: tuple[int | str, ...], args: Any) -> str:
-    """Where a mistake is in what was written: one model's arguments need not stand in a list."""
+    """Where a mistake is in the user's text, in which one model needs no list."""
     if isinstance(args, Mapping) and "models" not in args and loc[:2] == ("models", 0):
         loc = loc[2:]
     return ".".join(map(str, loc)) or "args"

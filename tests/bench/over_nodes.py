@@ -20,7 +20,7 @@ from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result
 from raykv.lab.hosts.local_nodes import add_local_node
 from tests.bench.serving import BLOCK, Bed
-from tests.fixtures.ray_executor import ADDRESS, RESOURCES
+from tests.fixtures.engine_child import ADDRESS, RESOURCES
 from tests.house import CHILDREN
 
 LENGTHS = (1024, 4096)

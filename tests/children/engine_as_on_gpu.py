@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
 ASYNC = "TEST_ASYNC_SCHEDULING"
 SECOND = "VLLM_USE_V2_MODEL_RUNNER"
-IS_FOR_CPUS = torch.version.cuda is None
-"""Of the torch that vLLM's build has."""
+
+
+def is_for_cpus() -> bool:
+    """Whether the torch that is installed is a build for CPUs; torch takes seconds to import."""
+    import torch
+
+    return torch.version.cuda is None
 
 
 class InterpretedDriver:
@@ -50,9 +53,9 @@ def schedule_ahead() -> None:
     CpuPlatform.check_and_update_config = classmethod(checked)
 
 
-if IS_FOR_CPUS and os.environ.get(SECOND) == "1":
+if os.environ.get(SECOND) == "1" and is_for_cpus():
     have_triton()
-if IS_FOR_CPUS and os.environ.get(ASYNC) == "1":
+if os.environ.get(ASYNC) == "1" and is_for_cpus():
     schedule_ahead()
 
 

@@ -17,8 +17,8 @@ from raykv.cluster import join as actors
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
+from tests.fixtures.engine_child import ADDRESS, RESOURCES
 from tests.fixtures.processes import freeze
-from tests.fixtures.ray_executor import ADDRESS, RESOURCES
 from tests.fixtures.served import ALONE
 from tests.fixtures.told import told_after
 from tests.fixtures.waiting import wait_until, wait_until_quiet

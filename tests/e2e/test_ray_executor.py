@@ -12,7 +12,7 @@ from raykv.cluster import join as actors
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
-from tests.fixtures.ray_executor import ADDRESS, RESOURCES
+from tests.fixtures.engine_child import ADDRESS, RESOURCES
 from tests.fixtures.waiting import wait_until_quiet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]

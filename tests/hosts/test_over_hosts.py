@@ -19,10 +19,10 @@ from raykv.lab.bench.prompts import prompt
 from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.lab.hosts.cluster import COMMAND, HostEngine, raylet_of
 from raykv.lab.hosts.network import Host, networked
+from tests.fixtures.engine_child import ADDRESS, MEETING, RESOURCES
 from tests.fixtures.forked_engine import import_ahead
 from tests.fixtures.hosts.cluster import HostCluster
 from tests.fixtures.hosts.world import BACK_S, LENGTH
-from tests.fixtures.ray_executor import ADDRESS, MEETING, RESOURCES
 from tests.fixtures.waiting import wait_until
 
 POOL = "256MiB"

@@ -1,6 +1,6 @@
 """What a router asks the scheduler actor: its replicas' namespace, and which nodes have prompts.
 
-One question at a time is under way, and those that come meanwhile go out together as the next one.
+One question at a time is under way; prompts that come meanwhile go out together in the next one.
 All of it runs on the router's event loop, which nothing here blocks.
 """
 

@@ -32,6 +32,9 @@ time.sleep(60)
 """
 """The thread that starts the child ends at once; that is not the parent's end."""
 
+QUIET_S = 0.2
+"""In which a signal that was sent has come."""
+
 
 @pytest.mark.parametrize(("word", "ends"), [("told", True), ("not", False)])
 def test_child_ends_with_its_killed_parent_only_if_told(word: str, ends: bool) -> None:
@@ -41,11 +44,11 @@ def test_child_ends_with_its_killed_parent_only_if_told(word: str, ends: bool) -
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     try:
-        _, alive = psutil.wait_procs([child], timeout=0.2)
+        _, alive = psutil.wait_procs([child], timeout=QUIET_S)
         assert alive
         parent.send_signal(signal.SIGKILL)
         parent.wait(10)
-        _, alive = psutil.wait_procs([child], timeout=10 if ends else 0.2)
+        _, alive = psutil.wait_procs([child], timeout=10 if ends else QUIET_S)
         assert not alive if ends else alive
     finally:
         parent.stdout.close()

@@ -158,12 +158,3 @@ def test_cluster_that_does_not_answer_is_said_and_fails_only_if_it_was_named(
     assert shown.stderr.endswith("has settled: nobody answers\n")
     with pytest.raises(ClusterError, match="nobody answers"):
         run("settings", "--address", "a:1")
-
-
-def test_unknown_variable_is_refused_before_a_cluster_is_looked_for(
-    cluster: AnsweringCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYKV_POOL_BYTE", "1GiB")
-    with pytest.raises(SettingError, match=r"'RAYKV_POOL_BYTE'.*did you mean 'RAYKV_POOL_BYTES'"):
-        run("settings")
-    assert cluster.asked == []

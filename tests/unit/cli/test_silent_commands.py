@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-import typer
 
 import raykv
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Key, Namespace, Stamp
-from raykv.cli import app, main
+from raykv.cli import main, parser
 from raykv.client import pools as deployment
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
@@ -35,17 +34,16 @@ from raykv.protocol.framing import encode
 from raykv.protocol.operator import OrderAnswer, OrderState
 from raykv.protocol.status import ClusterStatus
 from raykv.stream import publishing, readers
+from tests.fixtures.played_cluster import PlayedActor, play
 
 KEY = "00" * 36
-
-GROUP: Any = typer.main.get_command(app)
 
 FINDS_NOTHING = 1
 """The exit code of a command where there is nothing of what it asks for."""
 
 ASKS: dict[str, int | None] = {
     "status": 0,
-    "top --once": 0,
+    "top --once --interval 0.1": 0,
     f"chunk show {KEY}": FINDS_NOTHING,
     "chunk ls": FINDS_NOTHING,
     "chunk lookup --form tokens 1,2,3": FINDS_NOTHING,
@@ -99,7 +97,6 @@ WRONG = {
     "chunk lookup": ["@/nowhere", "x --trait salt=y"],
     "events": ["--since -1", f"--since 1:{1 << 63}"],
     "settings": ["--set x", "--set pool_size=1", "--set pin_share=2"],
-    "clear": ["", "a --all"],
     "engine weights": ["engine ''"],
     "pin add": [*NO_KEYS, *(f"{KEY} {x}" for x in ("--ttl soon", "--ttl 31d", "--ttl 0s"))],
     "prefetch": [f"{keys} --to n" for keys in NO_KEYS],
@@ -134,16 +131,6 @@ WRONG = {
 """What must be refused before a cluster is looked for, started or joined."""
 
 
-class SilentActor:
-    """Whatever it is asked, it does not answer."""
-
-    def __getattr__(self, method: str) -> SilentActor:
-        return self
-
-    def remote(self, *_: object) -> object:
-        return object()
-
-
 def refuse(*_: object, **__: object) -> None:
     raise ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")
 
@@ -151,7 +138,7 @@ def refuse(*_: object, **__: object) -> None:
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cluster whose actors are frozen."""
-    actor = SilentActor()
+    play(monkeypatch, {}, {"node": {}})
     made = Cluster("10.0.0.1:6379", joined_here=False)
     monkeypatch.chdir(tmp_path)
     chunk = ChunkBytes(Key(bytes(36)), Stamp(0, 0), 0, np.zeros(4096, np.uint8))
@@ -160,17 +147,12 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(module, "connect", lambda _=None: made)
     joined = type("Joined", (), {"started": False, "address": made.address})
     monkeypatch.setattr(cluster, "ensure_cluster", lambda _: joined)
-    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: actor)
-    monkeypatch.setattr(ask, "find_node_actor", lambda _: actor)
-    monkeypatch.setattr(ask, "node_actors", lambda: {"node": actor})
-    monkeypatch.setattr(deployment, "scheduler_actor", lambda *_: actor)
+    monkeypatch.setattr(deployment, "scheduler_actor", lambda *_: ask.find_scheduler_actor())
     monkeypatch.setattr(ask, "named_actors", lambda: ["scheduler", "node:node"])
     monkeypatch.setattr(deployment, "live_nodes", lambda: [RayNode("node", "host", {}, {})])
     monkeypatch.setattr(deployment, "bring_up", lambda *_: [])
-    monkeypatch.setattr(publishing, "find_publisher", lambda: actor)
+    monkeypatch.setattr(publishing, "find_publisher", lambda: PlayedActor({}))
     monkeypatch.setattr(readers, "READER_PATIENCE_S", 0.0)
-    monkeypatch.setattr(ray, "get", refuse)
-    monkeypatch.setattr(ray, "wait", lambda refs, **_: (list(refs), []))
 
 
 @pytest.fixture
@@ -184,7 +166,7 @@ def missing(silent: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def commands() -> Iterator[str]:
     """All there are."""
-    for name, command in GROUP.commands.items():
+    for name, command in parser().commands.items():
         inner = getattr(command, "commands", None)
         if inner is None:
             yield name
@@ -234,7 +216,7 @@ def unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def has_switch(command: str, name: str, *, is_flag: bool) -> bool:
     """Whether the command has an option of that name, and it takes a value or none."""
-    found: Any = GROUP
+    found = parser()
     for word in command.split():
         found = found.commands[word]
     return any(name in each.opts and each.is_flag == is_flag for each in found.params)
@@ -347,24 +329,12 @@ NOTHING: dict[str, Any] = {
 """What a scheduler actor answers that has heard of nobody."""
 
 
-class EmptyActor:
-    """Answers so."""
-
-    def __getattr__(self, method: str) -> Any:
-        answer = NOTHING[method]
-        return type("Method", (), {"remote": staticmethod(lambda *_: answer)})
-
-
 @pytest.fixture
 def empty(silent: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster in which nothing has happened yet."""
-    actor = EmptyActor()
-    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: actor)
-    monkeypatch.setattr(ask, "find_node_actor", lambda _: None)
-    monkeypatch.setattr(ask, "node_actors", dict)
+    play(monkeypatch, {name: lambda *_, answer=answer: answer for name, answer in NOTHING.items()})
     monkeypatch.setattr(ask, "named_actors", lambda: ["scheduler"])
     monkeypatch.setattr(publishing, "find_publisher", lambda: None)
-    monkeypatch.setattr(ray, "get", lambda found, **_: found)
 
 
 @pytest.mark.usefixtures("empty")

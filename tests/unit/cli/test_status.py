@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.cli.status import MovedBytes, TokenSources, progress, token_sources
-from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
+from raykv.cli.status import MovedBytes, TokenSources, percent, progress, token_sources
+from tests.fixtures.played_cluster import status
 from tests.fixtures.statuses import engine, node
-
-
-def status(nodes: list[NodeStatus], engines: list[EngineStatus]) -> ClusterStatus:
-    return ClusterStatus("address", 1, "1.0", False, nodes=nodes, engines=engines)
 
 
 def test_sources_are_sums_over_engines() -> None:
@@ -21,13 +17,17 @@ def test_sources_are_sums_over_engines() -> None:
     sources = token_sources(engines)
     assert sources == TokenSources(160, 20, 30)
     assert sources.computed == 110
-    assert sources.share(40) == pytest.approx(0.25)
-    assert TokenSources().share(0) is None
+    assert percent(sources, 40) == "25 %"
+    assert percent(TokenSources(), 0) == "-"
 
 
 def test_progress_is_what_has_grown_between_two_looks() -> None:
-    before = status([node(100)], [engine(prompt_tokens=10, loaded_tokens=5, chunks_stored=1)])
-    after = status([node(160)], [engine(prompt_tokens=50, loaded_tokens=25, chunks_stored=5)])
+    before = status(
+        nodes=[node(100)], engines=[engine(prompt_tokens=10, loaded_tokens=5, chunks_stored=1)]
+    )
+    after = status(
+        nodes=[node(160)], engines=[engine(prompt_tokens=50, loaded_tokens=25, chunks_stored=5)]
+    )
     passed = progress(before, after, 2.0)
     assert passed.tokens == TokenSources(40, 0, 20)
     assert passed.transfers == {"n": MovedBytes(60, 120)}
@@ -36,9 +36,11 @@ def test_progress_is_what_has_grown_between_two_looks() -> None:
 
 
 def test_what_began_anew_counts_nothing_that_was_before() -> None:
-    before = status([node(100)], [engine(prompt_tokens=10)])
+    before = status(nodes=[node(100)], engines=[engine(prompt_tokens=10)])
     # A new life of the NodeActor, an engine that is new, and one whose counters began anew.
-    after = status([node(30, life=2)], [engine("new", prompt_tokens=7), engine(prompt_tokens=4)])
+    after = status(
+        nodes=[node(30, life=2)], engines=[engine("new", prompt_tokens=7), engine(prompt_tokens=4)]
+    )
     passed = progress(before, after, 1.0)
     assert passed.transfers == {"n": MovedBytes()}
     assert passed.tokens.prompt == 4

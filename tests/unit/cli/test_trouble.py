@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from msgspec.structs import replace
 
 from raykv import cli
-from raykv.base.errors import NotFoundError
 from raykv.base.ids import MissReason
 from raykv.cli.trouble import ADVICE, advice
 from raykv.protocol.engine import MissRecord, Parting
@@ -120,19 +117,6 @@ def test_several_requests_come_in_the_order_of_the_answer(cluster: AnsweringClus
     assert 0 <= text.index("request newer") < text.index("request older")
 
 
-def test_unknown_request_is_one_sentence_and_exit_code_1(
-    cluster: AnsweringCluster,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    cluster.answers["why_miss"] = NotFoundError("no request whose id begins with 'cmpl-9'")
-    monkeypatch.setattr("sys.argv", ["raykv", "explain", "cmpl-9"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "raykv: no request whose id begins with 'cmpl-9'\n"
-
-
 def test_every_reason_has_advice() -> None:
     assert set(ADVICE) == set(MissReason)
     assert len(set(ADVICE.values())) == len(ADVICE)
@@ -158,15 +142,12 @@ def test_advice_is_about_the_largest_reason_but_the_prompts_end(
     assert advice(MissRecord("r", 1000, 0, 0, missed)) == expected
 
 
-def test_doctor_ends_with_2_when_no_cluster_can_be_reached() -> None:
+def test_doctor_ends_with_2_when_no_cluster_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Port 1 of this host: nobody listens there.
-    code = "import sys; from raykv.cli import main; sys.argv = ['raykv', *sys.argv[1:]]; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", "--address", "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        timeout=120.0,
-        check=False,
-    )
-    assert done.returncode == 2, done
-    assert "no Ray cluster can be reached at '127.0.0.1:1'" in done.stderr
+    monkeypatch.setattr("sys.argv", ["raykv", "doctor", "--address", "127.0.0.1:1"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "no Ray cluster can be reached at '127.0.0.1:1'" in capsys.readouterr().err

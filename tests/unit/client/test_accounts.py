@@ -10,8 +10,6 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.client import accounts
-from raykv.client.cluster import Cluster
-from raykv.cluster import ask
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.framing import encode
 from raykv.protocol.reader import Explanation, Explanations, RequestPage
@@ -101,8 +99,10 @@ def test_more_room_is_summed_over_nodes() -> None:
 def test_client_says_how_many_requests_are_known_when_it_is_none_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = {"one": Explanations([], num_known=17), "two": Explanations([], num_known=3)}
-    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: "the actor")
-    monkeypatch.setattr("raykv.cluster.ask.ask_each", lambda *_arguments: told)
+    nodes = {
+        name: {"why_miss": lambda _, num=num: encode(Explanations([], num_known=num))}
+        for name, num in (("one", 17), ("two", 3))
+    }
+    scheduler = play(monkeypatch, {}, nodes)
     with pytest.raises(ClusterError, match=r"'cmpl-9' is among the latest 20 that have ended"):
-        Cluster("here", joined_here=False).why_miss("cmpl-9")
+        accounts.why_miss(scheduler, "cmpl-9")

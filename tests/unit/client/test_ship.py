@@ -17,9 +17,10 @@ from raykv.client import listing, ship
 from raykv.client.ship import _chosen, first_that_fit, refuse_foreign
 from raykv.node.disk.chunk_file import ChunkBytes, ChunkFile, read_header
 from raykv.node.pool.shelf import DiskChunk
-from raykv.protocol.reader import Chunk
-from raykv.protocol.status import ClusterStatus, NamespaceStatus
-from tests.fixtures.commands import STATUS
+from raykv.protocol.framing import encode
+from raykv.protocol.status import NamespaceStatus
+from tests.fixtures.listed import chunk
+from tests.fixtures.played_cluster import play, status
 
 TRAITS = {"model": "x", "dtype": "float32", "weights_version": "", "kv_layout": "a"}
 
@@ -97,37 +98,12 @@ def test_keys_that_name_nothing_do_not_mean_everything(keys: Any, told: str) -> 
         _chosen(keys)
 
 
-class PlayedScheduler:
-    """Knows one namespace."""
-
-    def full_namespace(self, namespace: str, *, is_whole: bool) -> str:
-        del is_whole
-        return "ours"
-
-    def status(self) -> ClusterStatus:
-        return STATUS
-
-
 def test_export_writes_all_chunks_and_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = SLOT_ALIGNMENT
     keys = [Key(name * 32 + bytes(4)) for name in (b"a", b"b", b"c")]
-    chunks = [
-        Chunk(
-            key=key,
-            node_id="n",
-            namespace="ours",
-            model="tiny",
-            group=0,
-            num_bytes=page,
-            age_s=1.0,
-            idle_s=1.0,
-            hits=0,
-            is_replicated=False,
-        )
-        for key in keys
-    ]
+    chunks = [chunk(key, "n", "ours", num_bytes=page) for key in keys]
 
     def read_from(_node: str, _space: str, sizes: dict[Key, int], *, from_disk: bool) -> Any:
         data = np.zeros(page, np.uint8)
@@ -137,7 +113,8 @@ def test_export_writes_all_chunks_and_says_how_far_it_is(
     monkeypatch.setattr(ship, "read_from", read_from)
     monkeypatch.setattr(ship, "PIECE_BYTES", 2 * page)
     told: list[tuple[int, int]] = []
-    scheduler: Any = PlayedScheduler()
+    known = status(namespaces={"ours": 3})
+    scheduler = play(monkeypatch, {"status": lambda: encode(known)})
     path = tmp_path / "all.safetensors"
     found = ship.export_chunks(scheduler, path, watch=lambda *so_far: told.append(so_far))
     assert (found.chunks, found.asked, found.files) == (3, 3, 1)

@@ -18,6 +18,7 @@ from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 from raykv.protocol.operator import DropOrder, Released, TransferResult
 from raykv.protocol.reader import ChunkPage, ChunkQuery, ListedChunk
 from tests.fixtures.played_cluster import Methods, play, silent, status, where_page
+from tests.fixtures.statuses import node
 
 SPACE = "model"
 A, B, C, D = (name * 32 + bytes(4) for name in (b"a", b"b", b"c", b"d"))
@@ -39,16 +40,16 @@ class PlayedNodes:
         self.gone: set[bytes] = set()
         target = {"fetch": self._fetch, "chunks": self._chunks}
         self.far: Methods = {"chunks": self._chunks, "drop": self._drop}
+        nodes = [node(0, node_id=name) for name in ("target", "far")]
+        known = status(nodes=nodes, namespaces={SPACE: 1})
         self.scheduler = play(
             patches,
             {
                 "where": lambda raw: where_page(raw, self.places),
-                "status": lambda: encode(status()),
+                "status": lambda: encode(known),
             },
             {"target": target, "far": self.far},
         )
-        patches.setattr(Scheduler, "node", lambda _self, beginning: beginning)
-        patches.setattr(Scheduler, "full_namespace", lambda _self, _beginning, is_whole: SPACE)
 
     def _chunks(self, raw: bytes) -> bytes:
         key = decode(raw, ChunkQuery).key

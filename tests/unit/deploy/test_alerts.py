@@ -126,17 +126,6 @@ CALM = {
 """What an alert would be a nuisance for: a start, short troubles, a few failures of many."""
 
 
-OPPOSITE = {">": "<", "<": ">", "==": "!=", "unless": "and"}
-
-ONE_OF_EACH = {
-    ">": "RayKVChunksQuarantined",
-    "<": "RayKVNodeGone",
-    "==": "RayKVPaused",
-    "unless": "RayKVSchedulerGone",
-}
-"""An alert by its operator."""
-
-
 def metrics_in(expression: str) -> list[str]:
     return re.findall(r"\braykv_\w+", expression)
 
@@ -146,15 +135,6 @@ def labels_of_result(expression: str) -> set[str]:
     if groups := re.findall(r"\bby \(([\w, ]+)\)", expression):
         return {label.strip() for label in groups[0].split(",")}
     return OF_THE_TARGET.union(*(METRICS[name].labels for name in metrics_in(expression)))
-
-
-def operators(expression: str) -> list[str]:
-    """Those that decide whether an alert fires."""
-    return re.findall(r" (>|<|==|unless) ", expression)
-
-
-def opposite(expression: str) -> str:
-    return re.sub(r" (>|<|==|unless) ", lambda found: f" {OPPOSITE[found[1]]} ", expression)
 
 
 def promtool(folder: Path, rules: dict[str, Any], cases: list[dict[str, Any]]) -> str:
@@ -255,24 +235,6 @@ def test_alert_fires(name: str, tmp_path: Path) -> None:
 def test_no_alert_fires_where_all_is_well_or_nothing_is_there(tmp_path: Path) -> None:
     cases = [case(series, 45, name) for series in (CALM, {}) for name in ALERTS]
     assert promtool(tmp_path, yaml.safe_load(RULES.read_text()), cases) == ""
-
-
-@needs_promtool
-@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
-def test_alert_that_says_the_opposite_is_noticed(name: str, tmp_path: Path) -> None:
-    rule = ALERTS[name]
-    rules = {"groups": [{"name": "raykv", "rules": [{**rule, "expr": opposite(rule["expr"])}]}]}
-    assert "FAILED" in promtool(tmp_path, rules, [trouble_case(name)])
-
-
-def test_every_alert_has_an_opposite() -> None:
-    assert {each for rule in ALERTS.values() for each in operators(rule["expr"])} == set(
-        ONE_OF_EACH
-    )
-    assert opposite("a > 0 unless b == 1") == "a < 0 and b != 1"
-    assert [operators(ALERTS[name]["expr"]) for name in ONE_OF_EACH.values()] == [
-        [each] for each in ONE_OF_EACH
-    ]
 
 
 @needs_promtool

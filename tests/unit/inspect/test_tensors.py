@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -32,7 +32,7 @@ from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.stream.replay import Replay
 from tests.fixtures import statuses
 from tests.fixtures.listed import listed
-from tests.fixtures.played_cluster import status
+from tests.fixtures.played_cluster import play, status
 
 SLOT_BYTES = 4096
 
@@ -227,7 +227,7 @@ KEYS = [Key(key(name)) for name in ("a", "b", "c")]
 
 
 class PlayedSource:
-    """Answers reads as a NodeActor does, unless the test has it answer otherwise."""
+    """A NodeActor that answers reads as the test wants."""
 
     def __init__(self) -> None:
         self.asked: list[Read] = []
@@ -236,15 +236,10 @@ class PlayedSource:
         self.cuts = False
         self.is_gone = False
         self.partial: dict[bytes, Blocks] = {}
-        self.read = self
 
-    def remote(self, raw: bytes) -> Callable[[], tuple[bytes, Bytes]]:
-        """A call of `read`."""
+    def read(self, raw: bytes) -> tuple[bytes, Bytes]:
         request = decode(raw, Read)
         self.asked.append(request)
-        return lambda: self.answer(request)
-
-    def answer(self, request: Read) -> tuple[bytes, Bytes]:
         if self.is_gone:
             raise GetTimeoutError("too late")
         refusals = [self.refusals.get(name, Refusal.NONE) for name in request.keys]
@@ -275,8 +270,7 @@ class PlayedSource:
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> PlayedSource:
     played = PlayedSource()
-    monkeypatch.setattr("raykv.client.chunks.ask.ask_ray", lambda _find, _node: played)
-    monkeypatch.setattr("raykv.client.chunks.ray.get", lambda call, timeout: call())
+    play(monkeypatch, {}, {"near": {"read": played.read}})
     return played
 
 

@@ -110,6 +110,8 @@ def test_chunk_is_called_by_its_last_block_and_its_group() -> None:
         hashes[5] + b"\0\0\1\2",
     ]
     assert chunk_keys(hashes[:2], 3, 0) == []
+    offloading = pytest.importorskip("vllm.v1.kv_offload.base")
+    assert chunk_keys(hashes, 7, 258) == [offloading.make_offload_key(hashes[6], 258)]
 
 
 @pytest.mark.parametrize("algorithm", ["md5", "sha256_json", "xxhash_", "", "cbor"])

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,8 +16,8 @@ from raykv.base.errors import SettingError
 from raykv.serve.models import SMALL_MODEL, FoundModel, find_model, shapes_of
 
 pytest.importorskip("huggingface_hub")
+from huggingface_hub import constants
 
-ASK = "import sys; from raykv.serve.models import find_model; print(find_model(sys.argv[1]).path)"
 NOWHERE = "http://127.0.0.1:9"
 KNOWN = "org/known"
 
@@ -56,20 +53,23 @@ def hub() -> Iterator[str]:
         thread.join(10)
 
 
-def asked(name: str, home: Path, endpoint: str, **variables: str) -> str:
-    """The path of a model, or the last line of the error; in a process that reads `variables`."""
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), **variables}
-    if "HF_HUB_OFFLINE" not in variables:
-        environment.pop("HF_HUB_OFFLINE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return (done.stdout or done.stderr).strip().splitlines()[-1]
+Ask = Callable[[str, str], str]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ask:
+    """The path of a model, or the error, with the hub at an address and an empty cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def ask(name: str, endpoint: str) -> str:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        try:
+            return find_model(name).path
+        except SettingError as error:
+            return str(error)
+
+    return ask
 
 
 def test_small_models_shapes_need_no_download() -> None:
@@ -89,28 +89,30 @@ def test_path_of_nothing_is_refused(tmp_path: Path, path: str) -> None:
         find_model(path.format(tmp_path))
 
 
-def test_hub_is_asked_about_repositories(tmp_path: Path) -> None:
+def test_hub_is_asked_about_repositories(asked: Ask) -> None:
     with hub() as endpoint:
-        assert asked(KNOWN, tmp_path, endpoint) == KNOWN
-        said = asked("org/unknown", tmp_path, endpoint)
+        assert asked(KNOWN, endpoint) == KNOWN
+        said = asked("org/unknown", endpoint)
         assert "there is no model 'org/unknown' here" in said
         assert f"{endpoint} shows no such repository" in said
-        assert "did you mean 'smollm2'?" in asked("smolm2", tmp_path, endpoint)
-    assert "it can't be the name of a repository" in asked("models/of/mine", tmp_path, NOWHERE)
+        assert "did you mean 'smollm2'?" in asked("smolm2", endpoint)
+    assert "it can't be the name of a repository" in asked("models/of/mine", NOWHERE)
 
 
-def test_name_is_refused_in_a_sentence_where_there_is_no_network(tmp_path: Path) -> None:
+def test_name_is_refused_in_a_sentence_where_there_is_no_network(
+    asked: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began = time.monotonic()
-    said = asked("gpt-nothing", tmp_path, NOWHERE)
+    said = asked("gpt-nothing", NOWHERE)
     assert time.monotonic() - began < 30
-    assert said.startswith("raykv.base.errors.SettingError: there is no model 'gpt-nothing' here")
+    assert said.startswith("there is no model 'gpt-nothing' here")
     assert f"{NOWHERE} can't be reached" in said
-    offline = asked("gpt-nothing", tmp_path, NOWHERE, HF_HUB_OFFLINE="1")
-    assert "HF_HUB_OFFLINE is set" in offline
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in asked("gpt-nothing", NOWHERE)
 
 
-def test_repository_in_the_cache_needs_no_network(tmp_path: Path) -> None:
-    snapshot = tmp_path / "hub" / "models--org--cached" / "snapshots" / "1f0e"
+def test_repository_in_the_cache_needs_no_network(asked: Ask, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--cached" / "snapshots" / "1f0e"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
-    assert asked("org/cached", tmp_path, NOWHERE) == "org/cached"
+    assert asked("org/cached", NOWHERE) == "org/cached"

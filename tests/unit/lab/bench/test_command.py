@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from raykv.base.errors import SettingError
-from raykv.cli import app
+from raykv.cli import app, parser
 from raykv.lab.bench.claims import PublishedClaim, run_claims
 from raykv.lab.bench.command import BENCHMARKS, Benchmark, chosen, run_benchmarks
 from raykv.lab.bench.report import Options, Result, Row
@@ -102,7 +101,7 @@ def test_json_alone_goes_to_standard_output() -> None:
 
 
 def test_every_benchmark_is_a_command() -> None:
-    bench = get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    bench = parser().commands["bench"]
     shown = [name for name, command in bench.commands.items() if not command.hidden]
     assert shown == [*BENCHMARKS, "claims"]
 

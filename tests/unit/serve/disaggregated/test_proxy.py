@@ -20,6 +20,7 @@ from raykv.serve.disaggregated.proxy import COURSE_HEADER, DisaggregatedBackend
 from raykv.serve.disaggregated.requests import Course, Handover
 from raykv.serve.http.exchange import COMPLETIONS, Head, HttpRequest, Pieces
 from raykv.serve.http.metrics import ReplicaMetrics
+from tests.fixtures.waiting import until
 
 Script = Callable[[], Awaitable[int]]
 
@@ -100,12 +101,6 @@ class Pair:
 def _quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "PREFILL_PROBE_S", 0.05)
     monkeypatch.setattr("raykv.base.deadlines.AGAIN_S", 0.001)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_decode_engine_is_asked_once_the_prefill_engine_has_answered() -> None:

@@ -31,6 +31,7 @@ from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import MOST_BODY_BYTES, Fallback, PromptRenderer
 from raykv.serve.router.settings import RouteSettings, kv_router_kwargs, parse_route_settings
+from tests.fixtures.waiting import until
 
 GROUP = ChunkGroup(0, 16)
 SCHEME = PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), (GROUP,))
@@ -415,12 +416,6 @@ async def test_directory_that_hangs_costs_a_deadline_once_then_nothing(
     async with asyncio.timeout(PATIENCE_S):
         while await made.find([keys(1, 64)]) is None:
             await asyncio.sleep(0.01)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_namespace_is_that_of_the_models_engines_on_the_replicas_nodes(

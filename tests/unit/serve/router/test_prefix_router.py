@@ -26,10 +26,6 @@ def test_policy_is_a_router_of_serve(policy: str, name: str) -> None:
     assert json.loads(json.dumps(config.request_router_kwargs)) == config.request_router_kwargs
 
 
-def test_rays_own_choice_needs_no_router() -> None:
-    assert router_config(ModelArguments(model="m")) is None
-
-
 @pytest.mark.parametrize(
     ("body", "text"),
     [
