@@ -26,14 +26,15 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import Key, Lookup
 from raykv.client.cluster import Cluster
 from raykv.cluster import join
-from raykv.cluster.ask import answer, end_node_actor, find_scheduler_actor, received
+from raykv.cluster.ask import answer, find_scheduler_actor, received
 from raykv.engine.requests import RequestOptions
 from raykv.lab.bench.engine import EngineProcess, own_cluster
-from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
+from raykv.lab.bench.modelless import ModellessEngine
 from raykv.lab.bench.named_jobs import key_of
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result
-from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.lab.hosts.local_nodes import local_node
+from raykv.lab.waiting import DEADLINE_S, wait
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import ReportAnswer
 from raykv.protocol.status import ClusterStatus
@@ -106,17 +107,15 @@ class ReadingEngine(ModellessEngine):
 def _measure_delays(result: Result, cluster: Cluster, options: Options) -> None:
     address = cluster.address
     with ExitStack() as stack:
-        other = add_local_node(address)
-        stack.callback(other.stop)
+        other = stack.enter_context(local_node(address))
         own = join.resolve_node_id("")
-        stack.callback(end_node_actor, other.node_id)
 
         def engine(node_id: str) -> ReadingEngine:
             made = ReadingEngine(address, node_id, SPACE, CHUNK_BYTES, POOL_BYTES)
             stack.callback(made.stop)
             return made
 
-        storing, here, there = engine(own).with_worker(), engine(own), engine(other.node_id)
+        storing, here, there = engine(own).with_worker(), engine(own), engine(other)
         numbers = iter(range(1 << 60))
         for case in (IDLE, BUSY):
             with _busy(address, 0 if case == IDLE else BUSY_NODES):

@@ -6,7 +6,7 @@ blocks: the model's work does not depend on what they say. SmolLM2-135M in float
 
 from __future__ import annotations
 
-from raykv.lab.bench.engine import EngineProcess, started_together
+from raykv.lab.bench.engine import started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result
 from tests.bench.serving import (
@@ -80,10 +80,10 @@ class _Engines:
         case = f"{length} tokens"
         for number in range(repeats):
             tokens = prompt(1000 * length + number, length)
-            result.add(case, RECOMPUTE, "s", _ttft(self._plain, tokens))
-            result.add(case, PREFIX_HIT, "s", _ttft(self._plain, tokens))
+            result.add(case, RECOMPUTE, "s", self._plain.first_token(tokens).seconds)
+            result.add(case, PREFIX_HIT, "s", self._plain.first_token(tokens).seconds)
             self._plain.reset()
-            result.add(case, FIRST, "s", _ttft(self._here, tokens))
+            result.add(case, FIRST, "s", self._here.first_token(tokens).seconds)
             self._bed.settle()
             self._here.reset()
             for name, engine in (
@@ -91,20 +91,9 @@ class _Engines:
                 (BY_LAYER, self._by_layer),
                 (REMOTE, self._there),
             ):
-                result.add(case, name, "s", _loaded(result, name, engine, tokens))
+                loaded = engine.first_token(tokens)
+                if loaded.cached < length - BLOCK:
+                    only = f"only {loaded.cached} of {length} tokens came out of a cache"
+                    result.notes.append(f"{name}: {only}.")
+                result.add(case, name, "s", loaded.seconds)
                 engine.reset()
-
-
-def _loaded(result: Result, name: str, engine: EngineProcess, tokens: list[int]) -> float:
-    """Seconds; it is noted if the prompt had to be computed after all."""
-    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
-    if output["cached"] < len(tokens) - BLOCK:
-        result.notes.append(
-            f"{name}: only {output['cached']} of {len(tokens)} tokens came out of a cache."
-        )
-    return float(output["ttft_s"])
-
-
-def _ttft(engine: EngineProcess, tokens: list[int]) -> float:
-    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
-    return float(output["ttft_s"])
