@@ -1,4 +1,4 @@
-"""`python -m tests.bench NAME`: what designs are decided with; `tables` writes RESULTS.md anew.
+"""`python -m tests.bench NAME`: benchmarks for design decisions; `tables` rewrites RESULTS.md.
 
 `claims` measures some of the published numbers again.
 """

@@ -1,4 +1,4 @@
-"""`disaggregated`: prefill and decode engines apart, beside one engine that does both.
+"""`disaggregated`: separate prefill and decode engines, compared with one engine that does both.
 
 Two applications of Ray Serve, one after the other, on the same two cores: a prefill engine and a
 decode engine on two Ray nodes of this host with a core each; and one engine with both cores. Also
@@ -39,7 +39,7 @@ STREAM_TOKENS = 192
 """Of a stream that nothing disturbs."""
 
 NUM_DISTURBING = 2
-"""Long prompts that arrive while streams run, which end with the last one."""
+"""Long prompts that arrive while streams run; the streams end with the last one."""
 
 PREFILL_DEADLINE_S = 300.0
 """The default is for engines on GPUs. Here a prompt of 4,096 tokens takes 30 s on a quiet core, and
@@ -87,7 +87,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class ModelServer:
-    """A server at a port of this host; `model` is what it calls its model."""
+    """A server at a port of this host, and the name of its model."""
 
     port: int
     model: str

@@ -1,4 +1,4 @@
-"""`feed`: how soon engines know what others have stored, and what it costs them to be told.
+"""`feed`: how soon engines learn of other engines' stores, and the cost of that.
 
 A chunk is stored by one engine; the time counts from the job's submission until another engine of
 the node has it in what its next step reads, and until one of another node is told of it by the
@@ -46,7 +46,7 @@ CHUNK_BYTES = 4096
 POOL_BYTES = 1 << 30
 IDLE, BUSY = "idle nodes", "20 busy nodes"
 BUSY_NODES = 18
-"""Beside the two that are measured."""
+"""In addition to the two that are measured."""
 
 REPORTS_PER_S = 8
 HERE, THERE = "engine of the same node", "engine of another node"
@@ -83,7 +83,7 @@ class ReadingEngine(ModellessEngine):
     """An engine that looks for chunks, as a step and a new request do."""
 
     def has(self, key: Key) -> bool:
-        """Whether its node's listing, as far as it has come, has a chunk: what every step does."""
+        """Whether its node's listing, as far as it has arrived, has a chunk, as every step asks."""
         self.runtime.session.drain()
         return self.view.reach("", [key]) == 1
 
@@ -145,7 +145,7 @@ def _delay_ms(storing: ModellessEngine, reader: ReadingEngine, key: Key, *, is_h
 
 @contextmanager
 def _busy(address: str, count: int) -> Iterator[None]:
-    """So many more nodes report."""
+    """Let this many more nodes report."""
     if not count:
         yield
         return
@@ -229,7 +229,7 @@ def _measure_cost(result: Result, options: Options) -> None:
 
 
 def _chunks() -> int:
-    """What the scheduler actor knows of; no NodeActor is asked."""
+    """Count the chunks that the scheduler actor knows; ask no NodeActor."""
     return sum(node.chunks for node in _status().nodes)
 
 

@@ -1,4 +1,4 @@
-"""`over_nodes`: what an engine loses whose ranks are on two nodes, beside one that has them on one.
+"""`over_nodes`: an engine with ranks on two nodes, compared with one that has them on one node.
 
 Both have two ranks of tensor parallelism, each a Ray actor, and take turns with the same prompts.
 All Ray nodes are on this host, so that the links between ranks are the same: what differs are two
@@ -26,7 +26,7 @@ ONE, TWO = "ranks on one node", "ranks on two nodes"
 FIRST, LOADED, CPU = "computed and stored", "loaded", "loaded, CPU of the machine"
 
 MOST_RATIO = 1.25
-"""Time to the first token of what is loaded, with two places."""
+"""Ratio of the times to the first token of loaded prompts, two places to one."""
 
 
 def run(options: Options) -> Result:

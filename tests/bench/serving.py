@@ -28,7 +28,7 @@ RECOMPUTE, PREFIX_HIT, RAYKV, REMOTE = (
 
 
 class Bed:
-    """What the benchmark has started; all of it ends with the context.
+    """Cluster, model and engines of a benchmark; all of them end with the context.
 
     Args:
         quick: a tiny random model instead of the real one.
@@ -73,7 +73,7 @@ class Bed:
         return self._start(raykv=settings, **config)
 
     def raykv_elsewhere(self, **config: Any) -> EngineProcess:
-        """An engine with RayKV on another Ray node of this host, which always fetches."""
+        """Start an engine with RayKV on another Ray node of this host; it always fetches."""
         return self.raykv(self.second_node(), settings={"always_fetch": True}, **config)
 
     def with_it(self, context: AbstractContextManager[Entered]) -> Entered:

@@ -20,8 +20,8 @@ from tests.bench.serving import (
 
 LENGTHS = (1024, 2048, 4096, 7168)
 POOL_BYTES = 1 << 30
-"""Of each of the two pools: the longest prompt's KV three times. More of it, beside four engines,
-and Ray's memory monitor ends the NodeActors on a machine with 24 GB."""
+"""Size of each of the two pools: three times the longest prompt's KV. If they were larger, with
+four engines running, Ray's memory monitor would end the NodeActors on a machine with 24 GB."""
 
 FIRST = "RayKV, first time (stores)"
 BY_LAYER = "RayKV, same node, layerwise_loads"

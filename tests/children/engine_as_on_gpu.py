@@ -19,7 +19,7 @@ IS_FOR_CPUS = torch.version.cuda is None
 
 
 class InterpretedDriver:
-    """What vLLM asks Triton's drivers."""
+    """Answers vLLM's question to Triton's drivers."""
 
     @staticmethod
     def is_active() -> bool:

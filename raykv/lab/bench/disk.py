@@ -54,6 +54,9 @@ LEAST_SHARE = 0.8
 MOST_LEFT = 0.05
 """Share of the files that may stay in the page cache after it was dropped."""
 
+SAMPLES = 64
+"""Pages of a file that are looked for in the page cache."""
+
 RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 8)
 
 
@@ -226,20 +229,20 @@ class _Nobody:
         raise PeerError(f"there is no node {source.node_id} ({len(request.keys)} chunks)")
 
 
-def cached_share(path: Path, samples: int = 64) -> float:
+def cached_share(path: Path) -> float:
     """Estimate from some pages how much of a file is in the page cache; 1 if unknown."""
     page = bytearray(1)
     size = path.stat().st_size
     found = 0
     with path.open("rb", buffering=0) as file:
-        for number in range(samples):
+        for number in range(SAMPLES):
             try:
-                os.preadv(file.fileno(), [page], size * number // samples, RWF_NOWAIT)
+                os.preadv(file.fileno(), [page], size * number // SAMPLES, RWF_NOWAIT)
                 found += 1
             except OSError as error:
                 if error.errno != errno.EAGAIN:
                     return 1.0
-    return found / samples
+    return found / SAMPLES
 
 
 def _type_of(folder: Path) -> str:

@@ -62,6 +62,22 @@ def room_on(is_gpu: bool, config: dict[str, Any]) -> dict[str, Any]:
     return {"gpu_memory_utilization": GPU_SHARE, "kv_cache_memory_bytes": KV_BYTES}
 
 
+def greedy(
+    max_tokens: int, params: dict[str, Any] | None, *, ignore_eos: bool = True, **more: Any
+) -> Any:
+    """Return vLLM's sampling parameters for greedy tokens, with parameters for the connector."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        detokenize=False,
+        ignore_eos=ignore_eos,
+        extra_args={"kv_transfer_params": params} if params else None,
+        **more,
+    )
+
+
 class ChildEngine:
     """The commands."""
 
@@ -118,16 +134,7 @@ class ChildEngine:
         **of_request: Any,
     ) -> list[Any]:
         """`of_request` has further parts of each prompt for vLLM."""
-        from vllm import SamplingParams
-
-        extra = {"kv_transfer_params": params} if params else None
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            detokenize=False,
-            ignore_eos=ignore_eos,
-            extra_args=extra,
-        )
+        sampling = greedy(max_tokens, params, ignore_eos=ignore_eos)
         requests: list[Any] = [{"prompt_token_ids": prompt, **of_request} for prompt in prompts]
         outputs: list[Any] = self._llm.generate(
             requests, sampling, use_tqdm=False, lora_request=lora
@@ -147,7 +154,6 @@ class ChildEngine:
         An output has its greedy tokens, their logprobs, and by how much each was likelier than the
         next one. An aborted request has the reason "abort" alone.
         """
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine = self._llm.llm_engine
@@ -157,15 +163,8 @@ class ChildEngine:
         for number, request in enumerate(requests):
             self._served += 1
             request_id = f"{number}-{self._served}"
-            sampling = SamplingParams(
-                temperature=0,
-                max_tokens=request["max_tokens"],
-                detokenize=False,
-                ignore_eos=True,
-                logprobs=2,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"kv_transfer_params": params} if params else None,
-            )
+            final = RequestOutputKind.FINAL_ONLY
+            sampling = greedy(request["max_tokens"], params, logprobs=2, output_kind=final)
             prompt = {"prompt_token_ids": request["prompt"]}
             engine.add_request(request_id, prompt, sampling, **of_request)
             found[request_id] = {"reason": "abort"}

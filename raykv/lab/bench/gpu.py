@@ -232,16 +232,12 @@ class Measuring:
         options: the user's; `keep` is called at the end of each part.
         amounts: sizes.
         result: gets all rows, notes and verdicts.
-        pause_s: before each of the requests that follow a store.
     """
 
-    def __init__(
-        self, options: Options, amounts: Amounts, result: Result, pause_s: float = PAUSE_S
-    ) -> None:
+    def __init__(self, options: Options, amounts: Amounts, result: Result) -> None:
         self._options = options
         self._amounts = amounts
         self._result = result
-        self._pause_s = pause_s
         self._num_steps = 0
 
     def subject(
@@ -302,7 +298,7 @@ class Measuring:
     def _known(self, engine: EngineProcess, settle: Callable[[], None] | None) -> None:
         """Let the connector store everything that was computed so far."""
         for _ in range(STORE_STEPS):
-            time.sleep(self._pause_s)
+            time.sleep(PAUSE_S)
             self._num_steps += 1
             engine.tokens([prompt(STEPS + self._num_steps, SHORT)], max_tokens=1)
         if settle is not None:

@@ -26,7 +26,6 @@ def named_job(
     *,
     namespace: str = SPACE,
     orders: Stamp = ORDERED,
-    by_layer: bool = False,
 ) -> CopyJob:
     """Make a job of chunks with equally many blocks."""
     count = len(keys)
@@ -39,5 +38,4 @@ def named_job(
         Numbers.of([0] * count),
         Numbers.of(block_ids),
         orders=orders,
-        by_layer=by_layer,
     )

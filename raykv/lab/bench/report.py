@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -161,16 +161,7 @@ class Result:
         return {
             "benchmark": self.name,
             "summary": self.summary,
-            "rows": [
-                {
-                    "case": row.case,
-                    "subject": row.subject,
-                    "unit": row.unit,
-                    "median": row.median,
-                    "values": list(row.values),
-                }
-                for row in self.rows
-            ],
+            "rows": [{**asdict(row), "median": row.median} for row in self.rows],
             "budgets": [
                 {
                     "budget": verdict.budget,

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,11 +82,10 @@ def add_local_node(
 def local_node(address: str, **options: Any) -> Iterator[str]:
     """Start a node as `add_local_node` does, and return its id; it ends with the context."""
     node = add_local_node(address, **options)
-    try:
+    with ExitStack() as stack:
+        stack.callback(node.stop)
+        stack.callback(end_node_actor, node.node_id)
         yield node.node_id
-    finally:
-        end_node_actor(node.node_id)
-        node.stop()
 
 
 def _alive() -> set[str]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -58,6 +59,7 @@ class Run:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.started: list[psutil.Process] = []
 
     def wait_until_watched(self) -> None:
         assert self.command.stdout is not None
@@ -94,14 +96,13 @@ def is_titled(process: psutil.Process) -> bool:
 @pytest.fixture(scope="module")
 def runs() -> Iterator[dict[signal.Signals | None, Run]]:
     """All at once, since each takes seconds; each is ended in its own way."""
-    runs = {how: Run() for how in ENDS}
-    for run in runs.values():
-        run.wait_until_watched()
-    for how, run in runs.items():
-        run.end(how)
-    yield runs
-    for run in runs.values():
-        run.close()
+    with ExitStack() as stack:
+        runs = {how: stack.enter_context(closing(Run())) for how in ENDS}
+        for run in runs.values():
+            run.wait_until_watched()
+        for how, run in runs.items():
+            run.end(how)
+        yield runs
 
 
 @pytest.mark.parametrize("how", ENDS)

@@ -104,7 +104,7 @@ class Bench:
         self.kept: list[Result] = []
         self.result = Result("gpu")
         keep = lambda result: self.kept.append(copy.deepcopy(result))  # noqa: E731
-        self.measuring = Measuring(replace(OPTIONS, keep=keep), AMOUNTS, self.result, pause_s=0.0)
+        self.measuring = Measuring(replace(OPTIONS, keep=keep), AMOUNTS, self.result)
         self.num_settled = 0
 
     def measure(self, name: str, engine: FakeEngine) -> None:
@@ -121,6 +121,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(gpu, "WARM_S", 0.0)
+    monkeypatch.setattr(gpu, "PAUSE_S", 0.0)
     return Bench()
 
 

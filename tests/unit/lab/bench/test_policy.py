@@ -82,15 +82,6 @@ def test_optimum_keeps_what_comes_next() -> None:
     assert optimal_rate(TURNS, 6) == unlimited_rate(TURNS) == 12 / 18
 
 
-def test_optimum_does_not_keep_what_never_comes_back() -> None:
-    assert optimal_rate([[1, 2], [3], [4], [1, 2]], 2) == 2 / 6
-    assert lru_rate([[1, 2], [3], [4], [1, 2]], 2) == 0
-
-
-def test_optimum_keeps_the_head_if_not_all_have_room() -> None:
-    assert optimal_rate([[1, 2, 3], [1, 2, 3]], 2) == 2 / 6
-
-
 def best_by_trying(requests: list[Request], capacity: int) -> float:
     """The most hits of all ways to keep chunks."""
     reached: dict[frozenset[int], int] = {frozenset(): 0}
