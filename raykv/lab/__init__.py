@@ -1,4 +1,4 @@
-"""Instruments: benchmarks, chaos, the demo, hosts for them.
+"""Instruments: benchmarks, chaos, the demo, and hosts for them.
 
-Of the product, the command line alone imports them.
+Only the command line imports them.
 """

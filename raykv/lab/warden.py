@@ -1,4 +1,4 @@
-"""What a command has started ends with it, however it ends.
+"""End everything that a command has started when the command ends, however it ends.
 
     command ── starts ──► warden: a process in a session of its own
        │                     │ looks at the command's descendants, again and again
@@ -8,7 +8,7 @@
 
 Engines are descendants; Ray's daemons are not, since `ray start` leaves them to init. They have
 `MARK` in their environment, as everything has that the command starts. A process that changes its
-title may lose its environment: so the warden goes by both, and by what descends from what it found.
+title may lose its environment. So the warden looks for both, and for descendants of what it found.
 
 `demo`, `bench` and `chaos` have a warden. `serve` ends its own cluster, `up` leaves one on purpose.
 """
@@ -63,13 +63,14 @@ class Warden:
         self._orders = orders
 
     def note_actors(self, address: str) -> None:
-        """The command has made RayKV's actors in a cluster that was there before; "": they are
-        gone again. They are taken down if the command can't do it.
+        """Take down RayKV's actors in the cluster at `address` if the command can't.
+
+        An empty address says that the command has done so itself.
         """
         self._tell(f"{_DOWN}{address}")
 
     def dismiss(self) -> None:
-        """The command has ended all that it started; the warden ends."""
+        """End the warden: the command has ended everything that it started."""
         self._tell(_DONE)
         with contextlib.suppress(psutil.Error):
             self._process.wait(COMMAND_END_S)
@@ -90,8 +91,7 @@ def ending_what_it_starts() -> Iterator[Warden]:
     """Run a warden meanwhile; SIGTERM and SIGHUP end the command in order, within
     `COMMAND_END_S`. For a command's main thread.
 
-    Whoever leaves by an exception may have left something behind: the warden goes on until the
-    process has ended.
+    An exception may leave something behind: then the warden watches until the process has ended.
     """
     before = os.environ.get(MARK)
     token = secrets.token_hex(8)
@@ -112,7 +112,7 @@ def ending_what_it_starts() -> Iterator[Warden]:
 
 
 def _spawn(token: str) -> Warden:
-    """Not `subprocess`: it warns of children that outlive who has started them."""
+    """Not by `subprocess`, which warns of children that outlive their parent."""
     theirs, ours = os.pipe()
     # -P: what lies in the current folder is not imported.
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), token]
@@ -132,7 +132,7 @@ def _spawn(token: str) -> Warden:
 
 
 def _handle_signals() -> dict[signal.Signals, Any]:
-    """The handlers of before; none where this is not the main thread, which alone may set any."""
+    """Return the previous handlers; none outside the main thread, which alone may set handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     signals = (signal.SIGTERM, signal.SIGHUP)
@@ -140,7 +140,7 @@ def _handle_signals() -> dict[signal.Signals, Any]:
 
 
 def _end_in_order(signum: int, _frame: Any) -> None:
-    """Unwind, which ends what was started; then the kernel ends who takes too long for that."""
+    """Unwind, which ends what was started. The kernel ends the command if that takes too long."""
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, COMMAND_END_S)
@@ -151,7 +151,7 @@ def _end_in_order(signum: int, _frame: Any) -> None:
 
 
 class _Watch:
-    """What a command has started, as far as it was seen."""
+    """The processes that a command has started, as far as the warden has seen them."""
 
     def __init__(self, pid: int, token: str) -> None:
         self._token = token.encode()
@@ -167,7 +167,7 @@ class _Watch:
             self._known |= _descendants(self._command)
 
     def left(self) -> set[psutil.Process]:
-        """All that still runs except the command and the warden."""
+        """Return what still runs, without the command and the warden."""
         marked = {each for each in psutil.process_iter() if self._is_marked(each)}
         found = {each for each in self._known | marked if each.is_running()}
         for each in list(found):
@@ -225,9 +225,7 @@ def _watch(pid: int, token: str) -> None:
 
 
 def _sweep(watch: _Watch) -> None:
-    """Kill what is left until nothing is: a process that is killed may just have started another
-    one.
-    """
+    """Kill until nothing is left: a killed process may just have started another one."""
     give_up_at = time.monotonic() + WARDEN_SWEEP_S
     while (left := watch.left()) and time.monotonic() < give_up_at:
         for each in left:

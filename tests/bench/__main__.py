@@ -1,4 +1,4 @@
-"""`python -m tests.bench NAME`: what designs are decided with; `tables` writes RESULTS.md anew.
+"""`python -m tests.bench NAME`: benchmarks for design decisions; `tables` rewrites RESULTS.md.
 
 `claims` measures some of the published numbers again.
 """
@@ -15,7 +15,6 @@ from raykv.lab.bench.claims import run_claims
 from raykv.lab.bench.command import (
     BENCHMARKS,
     Benchmark,
-    by_name,
     chosen,
     run_benchmarks,
 )
@@ -25,25 +24,25 @@ from raykv.lab.warden import ending_what_it_starts
 from tests.bench import claims, tables
 from tests.fixtures.engine_child import CHILD
 
-HERE = by_name(
-    *(
-        Benchmark(name, summary, "tests.bench", needs)
-        for name, summary, needs in (
-            ("scale", "what 10 to 2000 nodes ask of the scheduler actor", ""),
-            ("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk", ""),
-            ("ttft", "time to first token by where a prompt's KV comes from", ""),
-            ("over_nodes", "what engines lose whose ranks are on two nodes", ""),
-            ("throughput", "requests per second with and without RayKV and reuse", ""),
-            ("disaggregated", "prefill and decode apart, beside one engine that does both", ""),
-            ("feed", "how soon engines know what others have stored, and what that costs", ""),
-            ("footprint", "memory, CPU, threads and descriptors of RayKV's processes", ""),
-            ("pool", "what a NodeActor's index does when its pool is full", ""),
-            ("directory", "the scheduler actor's chunks: rates, and bytes of memory each", ""),
-            ("routing_simulation", "routers in front of a simulated cluster", ""),
-            ("copy_cuda", "GB/s between a GPU's KV cache and the pool", "a GPU"),
-        )
-    )
-)
+SUMMARIES = {
+    "scale": "what 10 to 2000 nodes ask of the scheduler actor",
+    "step": "what RayKV's hooks take on vLLM's threads, and its manager per chunk",
+    "ttft": "time to first token by where a prompt's KV comes from",
+    "over_nodes": "what engines lose whose ranks are on two nodes",
+    "throughput": "requests per second with and without RayKV and reuse",
+    "disaggregated": "prefill and decode apart, beside one engine that does both",
+    "feed": "how soon engines know what others have stored, and what that costs",
+    "footprint": "memory, CPU, threads and descriptors of RayKV's processes",
+    "pool": "what a NodeActor's index does when its pool is full",
+    "directory": "the scheduler actor's chunks: rates, and bytes of memory each",
+    "routing_simulation": "routers in front of a simulated cluster",
+    "copy_cuda": "GB/s between a GPU's KV cache and the pool",
+}
+NEEDS = {"copy_cuda": "a GPU"}
+HERE = {
+    name: Benchmark(name, summary, "tests.bench", NEEDS.get(name, ""))
+    for name, summary in SUMMARIES.items()
+}
 
 
 def main() -> None:

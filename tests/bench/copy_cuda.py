@@ -1,4 +1,4 @@
-"""`copy_cuda`: what the copy between a GPU's KV cache and the page-locked pool reaches.
+"""`copy_cuda`: GB/s of copies between a GPU's KV cache and the page-locked pool.
 
 Each case copies all pages of one size, shuffled in the KV cache and one after the other in the
 pool, some chunks at a time, as a NodeActor does, beside one `cudaMemcpyAsync` of as many bytes
@@ -31,7 +31,7 @@ from raykv.lab.bench.report import Options, Result, alternate, short
 from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.driver import CUDAError
 from tests.bench import copy_jobs
-from tests.bench.copy_jobs import BIG, Amount
+from tests.bench.copy_jobs import BIG, JobCase
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
@@ -76,7 +76,7 @@ def cases(options: Options, side_bytes: int) -> Iterator[DeviceCase]:
 
 
 class MeasuredDriver(CopyDriver, Protocol):
-    """What the benchmark asks of a device besides: its model, and memory to copy to."""
+    """A driver with the device's name, and with memory to copy to."""
 
     name: str
 
@@ -84,7 +84,7 @@ class MeasuredDriver(CopyDriver, Protocol):
         """Page-locked memory of the host."""
 
     def free_host(self, address: int) -> None:
-        """Give back what `allocate_host` gave."""
+        """Free memory of `allocate_host`."""
 
 
 class MeasuredGPU(CUDADriver):
@@ -103,7 +103,7 @@ class MeasuredGPU(CUDADriver):
 
 
 class DeviceSides:
-    """A KV cache on a device and a page-locked pool of the same size, and what copies between."""
+    """A KV cache on a device, a page-locked pool of the same size, and copies between them."""
 
     def __init__(self, driver: MeasuredDriver, side_bytes: int) -> None:
         """Take the memory, less if the device has not as much.
@@ -152,8 +152,8 @@ class DeviceSides:
 
         return self._speed(case, copy)
 
-    def big(self, case: Amount, pool: int | None = None) -> float:
-        """GB/s of one copy of as many bytes, with this pool or another one at an address."""
+    def big(self, case: DeviceCase | JobCase, pool: int | None = None) -> float:
+        """GB/s of one copy of as many bytes, with this pool or the one at an address."""
         pool = self.pool if pool is None else pool
         sides = (pool, self.kv) if case.direction is Direction.STORE else (self.kv, pool)
 
@@ -166,21 +166,19 @@ class DeviceSides:
         return self._speed(case, copy)
 
     @staticmethod
-    def _speed(case: Amount, copy: Callable[[], object]) -> float:
+    def _speed(case: DeviceCase | JobCase, copy: Callable[[], object]) -> float:
         began = time.perf_counter()
         copy()
         return case.num_bytes / (time.perf_counter() - began) / 1e9
 
 
-def _as_much_as_there_is(
-    allocate: Callable[[int], int], num_bytes: int, least: int = LEAST_SIDE_BYTES
-) -> tuple[int, int]:
+def _as_much_as_there_is(allocate: Callable[[int], int], num_bytes: int) -> tuple[int, int]:
     """Bytes, and where they are."""
     while True:
         try:
             return num_bytes, allocate(num_bytes)
         except CUDAError:
-            if num_bytes // 2 < least:
+            if num_bytes // 2 < LEAST_SIDE_BYTES:
                 raise
             num_bytes //= 2
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,8 +24,7 @@ import numpy as np
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Namespace, NodeId
 from raykv.copy.cuda.backend import CUDABackend
-from raykv.copy.cuda.driver import CopyDriver
-from raykv.copy.cuda.lane import Device, Place
+from raykv.copy.cuda.lane import Place
 from raykv.copy.engine import CopyBackend
 from raykv.copy.rows import RowCopier
 from raykv.lab.bench.named_jobs import ORDERED, SPACE, key_of, named_job
@@ -47,6 +46,9 @@ from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 
+if TYPE_CHECKING:
+    from tests.bench.copy_cuda import DeviceSides
+
 KIB, MIB = 1 << 10, 1 << 20
 JOB_BYTES = (26 * MIB, 52 * MIB, 100 * MIB)
 QUICK_JOB_BYTES = (2 * MIB, 8 * MIB)
@@ -62,7 +64,7 @@ WHOLE, BY_LAYER, BIG = "RayKV, whole job", "RayKV, job by layer", "one cudaMemcp
 BUDGET = "at least 0.85 of one cudaMemcpyAsync, whole jobs of 25 to 100 MiB"
 
 Lock = Callable[[int, int], Callable[[], None]]
-"""Page-locks memory, given its address and bytes; what it returns takes that back."""
+"""Page-locks memory, given its address and bytes, and returns a function that undoes it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ SHAPES = (Shape(64 * KIB, 32), Shape(256 * KIB, 16))
 
 @dataclass(frozen=True)
 class JobCase:
-    """A job of so many chunks."""
+    """A job of this many chunks."""
 
     shape: Shape
     num_chunks: int
@@ -103,30 +105,6 @@ class JobCase:
         return LEAST_JOB_BYTES <= self.num_bytes <= MOST_JOB_BYTES
 
 
-class Amount(Protocol):
-    """Bytes, one way."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def direction(self) -> Direction: ...
-
-
-class CopySides(Protocol):
-    """A KV cache on a device, and what copies there."""
-
-    num_bytes: int
-    kv: int
-    driver: CopyDriver
-    device: Device
-    stream: int
-    event: int
-
-    def big(self, case: Amount, pool: int) -> float:
-        """GB/s of one copy of as many bytes, with the pool at an address."""
-
-
 def cases(options: Options, shape: Shape, side_bytes: int) -> Iterator[JobCase]:
     """All jobs of a shape that fit into memory."""
     for num_bytes in QUICK_JOB_BYTES if options.quick else JOB_BYTES:
@@ -137,7 +115,7 @@ def cases(options: Options, shape: Shape, side_bytes: int) -> Iterator[JobCase]:
 
 
 def page_locking() -> Lock:
-    """What page-locks memory for the first GPU, as a NodeActor does.
+    """Return a function that page-locks memory for the first GPU, as a NodeActor does.
 
     Raises:
         CUDAError: CUDA can't be used here.
@@ -155,7 +133,7 @@ def page_locking() -> Lock:
 class JobSides:
     """A worker with pages of one shape, and a NodeActor's pool with room for one job."""
 
-    def __init__(self, sides: CopySides, shape: Shape, pool_bytes: int, lock: Lock) -> None:
+    def __init__(self, sides: DeviceSides, shape: Shape, pool_bytes: int, lock: Lock) -> None:
         self._sides = sides
         self._shape = shape
         self._num_blocks = sides.num_bytes // shape.chunk_bytes
@@ -185,7 +163,7 @@ class JobSides:
             self._close = stack.pop_all().close
 
     def close(self) -> None:
-        """Let go of all but the pool's memory, which goes with the process."""
+        """Release everything but the pool's memory, which ends with the process."""
         self._close()
 
     def _attached(self, sock: socket.socket) -> AttachedWorker:
@@ -234,7 +212,7 @@ class JobSides:
         return self._speed(case, by_layer=True)
 
     def big(self, case: JobCase) -> float:
-        """GB/s of one copy of as many bytes between the same two."""
+        """GB/s of one copy of as many bytes between KV cache and pool."""
         return self._sides.big(case, self._keeper.pool.address)
 
     def _introduce(self) -> None:
@@ -269,7 +247,7 @@ class JobSides:
         return took_s
 
     def _job(self, direction: Direction, num_chunks: int, *, by_layer: bool) -> CopyJob:
-        """A store finds nothing there; a load has what was stored last."""
+        """Make a job: a store begins with an empty pool, a load has the latest stored chunks."""
         self._introduce()
         self._num_jobs += 1
         keys = [key_of(number) for number in range(num_chunks)]
@@ -278,7 +256,8 @@ class JobSides:
             self._num_stored = num_chunks
         source = np.random.default_rng(num_chunks)
         blocks = source.permutation(self._num_blocks)[:num_chunks].tolist()
-        return named_job(self._num_jobs, direction, keys, blocks, by_layer=by_layer)
+        job = named_job(self._num_jobs, direction, keys, blocks)
+        return msgspec.structs.replace(job, by_layer=by_layer)
 
     def _empty(self) -> None:
         """Nothing is in the pool."""
@@ -290,7 +269,7 @@ class JobSides:
                     index.drop(record, Reason.EVICTED)
 
 
-def measure(sides: CopySides, options: Options, lock: Lock, result: Result) -> None:
+def measure(sides: DeviceSides, options: Options, lock: Lock, result: Result) -> None:
     """Add all jobs' rows, and the verdict, to a result."""
     all_cases = []
     for shape in SHAPES:
@@ -313,7 +292,7 @@ def measure(sides: CopySides, options: Options, lock: Lock, result: Result) -> N
 
 
 def judge(result: Result, all_cases: list[JobCase]) -> None:
-    """Judge the job that is slowest beside one copy, and tell of the slowest by layer."""
+    """Judge the job that is slowest compared with one copy, and note the slowest by layer."""
     whole, by_layer = (
         {
             case.name: result.ratio(case.name, name, BIG)

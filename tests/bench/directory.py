@@ -42,7 +42,7 @@ PREFIX_MS = 5.0
 """To say where 2048 chunks are."""
 
 MOST_GROWTH = 3.0
-"""Of a lookup's time from the smallest size to the largest: what caches make of it."""
+"""Growth of a lookup's time from the smallest size to the largest, caused by CPU caches."""
 
 SIZES = {"10 k": 10_000, "100 k": 100_000, "1 M": 1_000_000, "10 M": 10_000_000}
 QUICK_SIZES = {"2 k": 2_048, "4 k": 4_096}
@@ -75,7 +75,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall(Generic[R]):
-    """What the scheduler actor made of a message, and the CPU seconds that it took."""
+    """The scheduler actor's reply to a message, and its CPU seconds."""
 
     reply: R
     raw: bytes
@@ -114,7 +114,7 @@ class Stopwatch:
 
 
 def directory() -> Directory:
-    """One like the scheduler actor's."""
+    """Make a directory like the scheduler actor's."""
     return Directory(1, Orders(None, 1, NOW))
 
 
@@ -155,7 +155,7 @@ class DirectoryLoad:
         return self.directory.report(report, NOW)
 
     def report(self, watch: Stopwatch, came: int = 0, went: int = 0) -> None:
-        """So many chunks come, and the oldest go."""
+        """Report new chunks, and that the oldest ones are gone."""
         new = [random_key(number) for number in range(self.num_keys, self.num_keys + came)]
         old = [random_key(number) for number in range(self._first, self._first + went)]
         self.num_keys, self._first = self.num_keys + came, self._first + went
@@ -177,17 +177,17 @@ class DirectoryLoad:
             self.report(watch, min(BATCH, self.num_chunks - self.num_keys))
 
     def asked(self, count: int) -> list[Key]:
-        """Keys that are held, from anywhere."""
+        """Pick held keys at random."""
         return [random_key(random.randrange(self._first, self.num_keys)) for _ in range(count)]
 
     def prefix(self, count: int) -> list[Key]:
-        """Keys that are held, neighbours in the order in which they were stored."""
+        """Pick keys that were stored one after the other."""
         first = random.randrange(self._first, max(self._first + 1, self.num_keys - count + 1))
         return [random_key(number) for number in range(first, min(first + count, self.num_keys))]
 
 
 def looked_up(load: DirectoryLoad, values: Values) -> None:
-    """Lookups of batches anywhere, and of a long prefix."""
+    """Measure lookups of random batches, and of a long prefix."""
     watch = Stopwatch()
     for keys in [load.asked(BATCH) for _ in range(BATCHES)]:
         load.ask(watch, keys)
@@ -200,7 +200,7 @@ def looked_up(load: DirectoryLoad, values: Values) -> None:
 
 
 def replaced(load: DirectoryLoad, values: Values) -> None:
-    """Evictions, and as many stores."""
+    """Measure evictions, and as many stores."""
     count = min(BATCH, load.num_chunks)
     gone, stored = Stopwatch(), Stopwatch()
     for _ in range(BATCHES):
@@ -221,22 +221,8 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def in_raykv(size: int, repeats: int, values: Values) -> None:
-    """The directory."""
-    before = resident()
-    load = DirectoryLoad(size)
-    load.fill()
-    add(values, "memory", CORE, (resident() - before) / size)
-    # Until the event log is full: from then on, memory that one chunk frees is another's.
-    for _ in range(MOST_EVENTS // (2 * BATCHES * BATCH)):
-        replaced(load, {})
-    for _ in range(repeats):
-        looked_up(load, values)
-        replaced(load, values)
-
-
 def load(size: int, repeats: int) -> Values:
-    """All values of one size, by what is measured and subject; for a process of its own."""
+    """Measure one size, in a process of its own; return values by measurement and subject."""
     random.seed(size)
     values: Values = {}
     # What is loaded once belongs to no chunk.
@@ -244,7 +230,16 @@ def load(size: int, repeats: int) -> Values:
     warm.fill()
     looked_up(warm, {})
     del warm
-    in_raykv(size, repeats, values)
+    before = resident()
+    full = DirectoryLoad(size)
+    full.fill()
+    add(values, "memory", CORE, (resident() - before) / size)
+    # Until the event log is full: from then on, memory that one chunk frees is another's.
+    for _ in range(MOST_EVENTS // (2 * BATCHES * BATCH)):
+        replaced(full, {})
+    for _ in range(repeats):
+        looked_up(full, values)
+        replaced(full, values)
     return values
 
 

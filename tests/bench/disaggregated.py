@@ -1,4 +1,4 @@
-"""`disaggregated`: prefill and decode engines apart, beside one engine that does both.
+"""`disaggregated`: separate prefill and decode engines, compared with one engine that does both.
 
 Two applications of Ray Serve, one after the other, on the same two cores: a prefill engine and a
 decode engine on two Ray nodes of this host with a core each; and one engine with both cores. Also
@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from raykv.base.errors import RayKVError
-from raykv.cluster.ask import end_node_actor
+from raykv.base.errors import ClusterError
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result
-from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.lab.hosts.local_nodes import local_node
 from tests.bench.serving import BLOCK, Bed
 from tests.fixtures.ports import free_port
 
@@ -40,7 +39,7 @@ STREAM_TOKENS = 192
 """Of a stream that nothing disturbs."""
 
 NUM_DISTURBING = 2
-"""Long prompts that arrive while streams run, which end with the last one."""
+"""Long prompts that arrive while streams run; the streams end with the last one."""
 
 PREFILL_DEADLINE_S = 300.0
 """The default is for engines on GPUs. Here a prompt of 4,096 tokens takes 30 s on a quiet core, and
@@ -62,10 +61,6 @@ _TTFT, _QUIET, _MEAN, _STALL = (
 )
 
 ANSWER_S = 400.0
-
-
-class AnswerError(RayKVError):
-    """A server has answered with an error."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class ModelServer:
-    """A server at a port of this host; `model` is what it calls its model."""
+    """A server at a port of this host, and the name of its model."""
 
     port: int
     model: str
@@ -107,7 +102,7 @@ class ModelServer:
         """Stream that many tokens, or until it is enough: then the request is aborted.
 
         Raises:
-            AnswerError: the server refuses the request.
+            ClusterError: the server refuses the request.
         """
         body = {
             "model": self.model,
@@ -125,7 +120,7 @@ class ModelServer:
             connection.request("POST", "/v1/completions", json.dumps(body), headers)
             answer = connection.getresponse()
             if answer.status != 200:
-                raise AnswerError(f"status {answer.status}: {answer.read()[:500]!r}")
+                raise ClusterError(f"status {answer.status}: {answer.read()[:500]!r}")
             times = []
             for at in _times(answer):
                 times.append(at)
@@ -139,10 +134,6 @@ def _times(answer: http.client.HTTPResponse) -> Iterator[float]:
     for line in answer:
         if line.startswith(b"data: {") and json.loads(line[6:]).get("choices"):
             yield time.monotonic()
-
-
-class NotApartError(RayKVError):
-    """A prompt was not computed by the prefill engine."""
 
 
 def run(options: Options) -> Result:
@@ -209,7 +200,7 @@ class PromptLoad:
     def _check(subject: str, done: Completion) -> None:
         expected = {APART: "prefilled", SAME_CORE: "unsuitable"}.get(subject)
         if done.course != expected:
-            raise NotApartError(f"{subject}: the prompt's course was {done.course}")
+            raise ClusterError(f"{subject}: the prompt's course was {done.course}")
 
     def _gaps(
         self, subject: str, server: ModelServer, length: int | None, **extra: Any
@@ -239,8 +230,7 @@ def _apart(bed: Bed, *, quick: bool) -> Iterator[ModelServer]:
     """A prefill engine on a node of its own, a decode engine on the head node."""
     from raykv.serve import build_disaggregated_app
 
-    node = add_local_node(bed.cluster.address, resources={PREFILL_NODE: 1.0})
-    try:
+    with local_node(bed.cluster.address, resources={PREFILL_NODE: 1.0}):
         model = {
             **_model(bed, quick=quick),
             "prefill": {"deployment": deployment({PREFILL_NODE: 0.01}, cores="1")},
@@ -253,9 +243,6 @@ def _apart(bed: Bed, *, quick: bool) -> Iterator[ModelServer]:
         with _served(build_disaggregated_app(model)) as port:
             bed.wait_for_pools()
             yield ModelServer(port, "model")
-    finally:
-        end_node_actor(node.node_id)
-        node.stop()
 
 
 @contextmanager

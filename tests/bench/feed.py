@@ -1,4 +1,4 @@
-"""`feed`: how soon engines know what others have stored, and what it costs them to be told.
+"""`feed`: how soon engines learn of other engines' stores, and the cost of that.
 
 A chunk is stored by one engine; the time counts from the job's submission until another engine of
 the node has it in what its next step reads, and until one of another node is told of it by the
@@ -26,14 +26,15 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import Key, Lookup
 from raykv.client.cluster import Cluster
 from raykv.cluster import join
-from raykv.cluster.ask import answer, end_node_actor, find_scheduler_actor, received
+from raykv.cluster.ask import answer, find_scheduler_actor, received
 from raykv.engine.requests import RequestOptions
 from raykv.lab.bench.engine import EngineProcess, own_cluster
-from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
+from raykv.lab.bench.modelless import ModellessEngine
 from raykv.lab.bench.named_jobs import key_of
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result
-from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.lab.hosts.local_nodes import local_node
+from raykv.lab.waiting import DEADLINE_S, wait
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import ReportAnswer
 from raykv.protocol.status import ClusterStatus
@@ -45,7 +46,7 @@ CHUNK_BYTES = 4096
 POOL_BYTES = 1 << 30
 IDLE, BUSY = "idle nodes", "20 busy nodes"
 BUSY_NODES = 18
-"""Beside the two that are measured."""
+"""In addition to the two that are measured."""
 
 REPORTS_PER_S = 8
 HERE, THERE = "engine of the same node", "engine of another node"
@@ -82,7 +83,7 @@ class ReadingEngine(ModellessEngine):
     """An engine that looks for chunks, as a step and a new request do."""
 
     def has(self, key: Key) -> bool:
-        """Whether its node's listing, as far as it has come, has a chunk: what every step does."""
+        """Whether its node's listing, as far as it has arrived, has a chunk, as every step asks."""
         self.runtime.session.drain()
         return self.view.reach("", [key]) == 1
 
@@ -106,17 +107,15 @@ class ReadingEngine(ModellessEngine):
 def _measure_delays(result: Result, cluster: Cluster, options: Options) -> None:
     address = cluster.address
     with ExitStack() as stack:
-        other = add_local_node(address)
-        stack.callback(other.stop)
+        other = stack.enter_context(local_node(address))
         own = join.resolve_node_id("")
-        stack.callback(end_node_actor, other.node_id)
 
         def engine(node_id: str) -> ReadingEngine:
             made = ReadingEngine(address, node_id, SPACE, CHUNK_BYTES, POOL_BYTES)
             stack.callback(made.stop)
             return made
 
-        storing, here, there = engine(own).with_worker(), engine(own), engine(other.node_id)
+        storing, here, there = engine(own).with_worker(), engine(own), engine(other)
         numbers = iter(range(1 << 60))
         for case in (IDLE, BUSY):
             with _busy(address, 0 if case == IDLE else BUSY_NODES):
@@ -146,7 +145,7 @@ def _delay_ms(storing: ModellessEngine, reader: ReadingEngine, key: Key, *, is_h
 
 @contextmanager
 def _busy(address: str, count: int) -> Iterator[None]:
-    """So many more nodes report."""
+    """Let this many more nodes report."""
     if not count:
         yield
         return
@@ -230,7 +229,7 @@ def _measure_cost(result: Result, options: Options) -> None:
 
 
 def _chunks() -> int:
-    """What the scheduler actor knows of; no NodeActor is asked."""
+    """Count the chunks that the scheduler actor knows; ask no NodeActor."""
     return sum(node.chunks for node in _status().nodes)
 
 

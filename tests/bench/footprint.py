@@ -1,4 +1,4 @@
-"""`footprint`: what it costs to have RayKV: memory, CPU, threads and descriptors of each process.
+"""`footprint`: memory, CPU, threads and descriptors of each of RayKV's processes.
 
 Beside a Ray actor that does nothing, since each actor is one. Memory is what a process takes of
 the machine (the proportional set size of its own and of file pages): shared libraries count in
@@ -34,7 +34,7 @@ POOL_BYTES = 1 << 30
 MILLION = 1_000_000
 PROMPT_BLOCKS = 8
 KV_BLOCKS = 32
-"""Few: the KV of an engine with RayKV is shared memory, which is not counted."""
+"""Few, since the KV of an engine with RayKV is shared memory, which is not counted."""
 
 MOST_SCHEDULER_MB = 30.0
 MOST_NODE_MB = 60.0
@@ -53,7 +53,7 @@ MOST_CHUNK_MB = 1000.0
 
 @dataclass(frozen=True)
 class Footprint:
-    """What some processes take: memory in bytes, CPU seconds so far, threads, descriptors."""
+    """Usage of some processes: memory in bytes, CPU seconds so far, threads, descriptors."""
 
     num_bytes: int
     cpu_s: float
@@ -147,7 +147,7 @@ def _measure(
     options: Options,
     work: Callable[[], object],
 ) -> None:
-    """Rows of what each subject takes while `work` is done."""
+    """Measure the usage of each subject during `work`."""
     for _ in range(options.repeats_or(3)):
         before = {name: taken(some) for name, some in pids.items()}
         began = time.monotonic()
@@ -172,12 +172,12 @@ def _engines_bytes(engine: EngineProcess) -> int:
 
 
 def index_bytes(count: int) -> int:
-    """What the index of a NodeActor takes for so many chunks."""
+    """Measure the memory of a NodeActor's index of this many chunks."""
     return round(pool.chunk_bytes(count) * count)
 
 
 def view_bytes(count: int) -> int:
-    """What an engine's view of so many chunks takes."""
+    """Measure the memory of an engine's view of this many chunks."""
     before = pool.own_bytes(os.getpid())
     node = ViewedNode()
     node.store(random_key(number) for number in range(count))

@@ -1,4 +1,4 @@
-"""Measures, inside of an engine, what RayKV's hooks take on vLLM's own threads.
+"""Measures, inside an engine, the time of RayKV's hooks on vLLM's own threads.
 
 `watch` wraps the methods of the connector that vLLM calls; it is meant for an engine whose
 EngineCore and worker run in the process itself, where both are the main thread. Ray calls that are

@@ -1,4 +1,4 @@
-"""`over_nodes`: what an engine loses whose ranks are on two nodes, beside one that has them on one.
+"""`over_nodes`: an engine with ranks on two nodes, compared with one that has them on one node.
 
 Both have two ranks of tensor parallelism, each a Ray actor, and take turns with the same prompts.
 All Ray nodes are on this host, so that the links between ranks are the same: what differs are two
@@ -8,17 +8,14 @@ places, with two NodeActors, in place of one. CPU is that of the whole machine, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result
-from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.lab.hosts.local_nodes import local_node
 from tests.bench.serving import BLOCK, Bed
 from tests.fixtures.engine_child import ADDRESS, RESOURCES
 from tests.house import CHILDREN
@@ -29,7 +26,7 @@ ONE, TWO = "ranks on one node", "ranks on two nodes"
 FIRST, LOADED, CPU = "computed and stored", "loaded", "loaded, CPU of the machine"
 
 MOST_RATIO = 1.25
-"""Time to the first token of what is loaded, with two places."""
+"""Ratio of the times to the first token of loaded prompts, two places to one."""
 
 
 def run(options: Options) -> Result:
@@ -38,7 +35,7 @@ def run(options: Options) -> Result:
     result = Result("over_nodes")
     with Bed(quick=True, max_tokens=max(lengths) + BLOCK, pool_bytes=POOL_BYTES) as bed:
         for name in ("one", "two"):
-            bed.ends_with_it(add_local_node(bed.cluster.address, resources={name: 3}).stop)
+            bed.with_it(local_node(bed.cluster.address, resources={name: 3}))
         os.environ[ADDRESS] = bed.cluster.address
         # Ranks that wait leave the cores to others.
         os.environ["PYTHONPATH"] = f"{CHILDREN / 'patient'}:{Path.cwd()}"
@@ -66,31 +63,20 @@ def _measure(
     for number in range(repeats):
         tokens = prompt(1000 * length + number, length)
         for name, engine in engines.items():
-            result.add(f"{length} tokens, {FIRST}", name, "s", _ttft(engine, tokens))
+            first = engine.first_token(tokens)
+            result.add(f"{length} tokens, {FIRST}", name, "s", first.seconds)
         bed.settle()
         for name, engine in engines.items():
             engine.reset()
-            cpu_s, seconds = _with_cpu(partial(_loaded, engine, tokens))
-            result.add(f"{length} tokens, {LOADED}", name, "s", seconds)
+            before_s = _cpu_s()
+            loaded = engine.first_token(tokens)
+            cpu_s = _cpu_s() - before_s
+            assert loaded.cached >= length - BLOCK, loaded
+            result.add(f"{length} tokens, {LOADED}", name, "s", loaded.seconds)
             result.add(f"{length} tokens, {CPU}", name, "s", cpu_s)
 
 
-def _ttft(engine: EngineProcess, tokens: list[int]) -> float:
-    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
-    return float(output["ttft_s"])
-
-
-def _loaded(engine: EngineProcess, tokens: list[int]) -> float:
-    output: Any
-    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
-    assert output["cached"] >= len(tokens) - BLOCK, output["cached"]
-    return float(output["ttft_s"])
-
-
-def _with_cpu(measure: Callable[[], float]) -> tuple[float, float]:
-    """CPU seconds of the machine meanwhile, and what is measured."""
-    before = psutil.cpu_times()
-    measured = measure()
-    after = psutil.cpu_times()
-    busy = [(each.user + each.system + each.nice) for each in (before, after)]
-    return busy[1] - busy[0], measured
+def _cpu_s() -> float:
+    """Seconds that all processors of the machine have been busy."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice)

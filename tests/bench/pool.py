@@ -1,4 +1,4 @@
-"""`pool`: what a NodeActor's pool can decide when it is full, and what a chunk takes in it.
+"""`pool`: decisions of a NodeActor's full pool per second, and memory per chunk.
 
 A pool that is full stores on: each job of 512 chunks finds its room by eviction, all of it under
 the lock that copies wait for. There are 64 tenants with shares, and 65,536 chunks are pinned. Bytes
@@ -39,14 +39,14 @@ MOST_CHUNK_BYTES = 450
 
 
 MEASURED_S = 1800.0
-"""For what is measured in a process of its own: ten million chunks take minutes."""
+"""Deadline of a measurement in its own process: ten million chunks take minutes."""
 
 Made = TypeVar("Made")
 Given = ParamSpec("Given")
 
 
 def alone(measure: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs) -> Made:
-    """What a function returns in a process that holds nothing else."""
+    """Call a function in a new process, which holds nothing else."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
         return process.submit(measure, *args, **kwargs).result(MEASURED_S)
@@ -61,7 +61,7 @@ def own_bytes(pid: int) -> int:
 
 
 def made(count: int) -> NodePool:
-    """A pool with room for so many chunks, and an engine of one rank."""
+    """Make a pool with room for this many chunks, and an engine of one rank."""
     slabs = -(-count * SLOT_BYTES // SLAB_BYTES)
     pool = NodePool(NodeId("node"), 1, PoolGeometry(slabs * SLAB_BYTES, SLAB_BYTES))
     pool.take_orders(OrdersDocument(ORDERED), 0.0)
@@ -97,7 +97,7 @@ def store(pool: NodePool, job: CopyJob, now: float) -> int:
 
 
 def fill(pool: NodePool, count: int) -> int:
-    """Store so many chunks, a tenant's a job; returns how many jobs it took."""
+    """Store this many chunks, each job for one tenant; return the number of jobs."""
     jobs = count // JOB_CHUNKS
     for number in range(jobs):
         assert not store(pool, job_of(number), 0.0)
@@ -105,7 +105,7 @@ def fill(pool: NodePool, count: int) -> int:
 
 
 def chunk_bytes(count: int) -> float:
-    """What a pool of so many chunks takes for each."""
+    """Measure a pool's memory per chunk with this many chunks."""
     before = own_bytes(os.getpid())
     pool = made(count)
     fill(pool, count)

@@ -89,11 +89,11 @@ class Bench:
     """Of the directory's answers."""
 
     def all(self, *, churns: bool = False) -> dict[str, Simulated]:
-        """What becomes of it with each router."""
+        """Run it with each router."""
         return {router: self.one(router, churns=churns) for router in ROUTERS}
 
     def one(self, router: str, *, churns: bool = False) -> Simulated:
-        """With one of `ROUTERS`."""
+        """Run it with one of `ROUTERS`."""
         changes = CHURN if churns else ()
         cluster = SimCluster(self.workload, self.replicas, self.hardware, self.delay_s, changes)
         return cluster.run(self._router(router, cluster))

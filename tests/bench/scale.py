@@ -1,4 +1,4 @@
-"""`scale`: what a cluster of many nodes asks of the one scheduler actor.
+"""`scale`: the load of a cluster's many nodes on its one scheduler actor.
 
 Nodes and engines are generators of the very messages that NodeActors and engines send; they are
 encoded, decoded and answered by a real `Directory`, in one process, and the time that it takes is
@@ -35,7 +35,7 @@ CALLS_PER_S = 5000
 """Of Ray, that one actor is taken to answer."""
 
 COST_SHARE = 1 / 64
-"""What one report counts in the mean of what reports cost."""
+"""Weight of one report in the mean cost of reports."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class PlayedNode(ReportingNode):
         self._held: deque[Key] = deque()
 
     def next_report(self, came: list[Key]) -> Report:
-        """The next report, with what has gone for that."""
+        """Report new chunks, and those that were evicted for them."""
         self._held += came
         return self.report(
             came, [self._held.popleft() for _ in range(len(self._held) - POOL_CHUNKS)]

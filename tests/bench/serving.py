@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from raykv.cluster.ask import end_node_actor
 from raykv.cluster.join import resolve_node_id
 from raykv.lab.bench.engine import EngineProcess, own_cluster, settle, wait_for_pools
 from raykv.lab.demo.tiny_llama import tiny_llama
-from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.lab.hosts.local_nodes import local_node
 from raykv.serve.models import smollm2
+
+Entered = TypeVar("Entered")
 
 BLOCK = 128
 """Tokens in a block, and in a chunk."""
@@ -28,7 +28,7 @@ RECOMPUTE, PREFIX_HIT, RAYKV, REMOTE = (
 
 
 class Bed:
-    """What the benchmark has started; all of it ends with the context.
+    """Cluster, model and engines of a benchmark; all of them end with the context.
 
     Args:
         quick: a tiny random model instead of the real one.
@@ -73,19 +73,16 @@ class Bed:
         return self._start(raykv=settings, **config)
 
     def raykv_elsewhere(self, **config: Any) -> EngineProcess:
-        """An engine with RayKV on another Ray node of this host, which always fetches."""
+        """Start an engine with RayKV on another Ray node of this host; it always fetches."""
         return self.raykv(self.second_node(), settings={"always_fetch": True}, **config)
 
-    def ends_with_it(self, end: Callable[[], object]) -> None:
-        """Something else has begun, which is to end with the rest."""
-        self._stack.callback(end)
+    def with_it(self, context: AbstractContextManager[Entered]) -> Entered:
+        """Begin something else that ends with the rest."""
+        return self._stack.enter_context(context)
 
     def second_node(self) -> str:
         """One more Ray node on this host; its id."""
-        node = add_local_node(self.cluster.address)
-        self.ends_with_it(node.stop)
-        self._stack.callback(end_node_actor, node.node_id)
-        return node.node_id
+        return self.with_it(local_node(self.cluster.address))
 
     def _start(self, **config: Any) -> EngineProcess:
         number = next(self._numbers)

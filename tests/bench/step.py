@@ -1,4 +1,4 @@
-"""`step`: what RayKV takes on vLLM's own threads.
+"""`step`: RayKV's time on vLLM's own threads.
 
 Two parts. The hooks of the connector, measured inside an engine that serves a mixed load (long
 prompts of 512 chunks that are stored, loaded, and asked again while others decode). And the two
@@ -104,7 +104,7 @@ class _Driver:
 
 
 class _Ours(_Driver):
-    """RayKV's manager; its node lists what was stored, as a thread of the engine would bring it."""
+    """RayKV's manager; its node lists the stored chunks, as a thread of the engine reads them."""
 
     def __init__(self) -> None:
         from raykv.vllm.manager import RayOffloadingManager

@@ -52,7 +52,7 @@ class _Load:
         ]
 
     def never_reused(self) -> list[list[list[int]]]:
-        """Twice as many requests of the same length, of which no two begin alike."""
+        """Twice as many requests of the same length that share no prefix."""
         length = self.document_tokens + self.question_tokens
         count = self.num_documents * 2
         return [[prompt(self.fresh(), length)] for _ in range(count)]

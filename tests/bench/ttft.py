@@ -6,7 +6,7 @@ blocks: the model's work does not depend on what they say. SmolLM2-135M in float
 
 from __future__ import annotations
 
-from raykv.lab.bench.engine import EngineProcess, started_together
+from raykv.lab.bench.engine import started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result
 from tests.bench.serving import (
@@ -20,8 +20,8 @@ from tests.bench.serving import (
 
 LENGTHS = (1024, 2048, 4096, 7168)
 POOL_BYTES = 1 << 30
-"""Of each of the two pools: the longest prompt's KV three times. More of it, beside four engines,
-and Ray's memory monitor ends the NodeActors on a machine with 24 GB."""
+"""Size of each of the two pools: three times the longest prompt's KV. If they were larger, with
+four engines running, Ray's memory monitor would end the NodeActors on a machine with 24 GB."""
 
 FIRST = "RayKV, first time (stores)"
 BY_LAYER = "RayKV, same node, layerwise_loads"
@@ -80,10 +80,10 @@ class _Engines:
         case = f"{length} tokens"
         for number in range(repeats):
             tokens = prompt(1000 * length + number, length)
-            result.add(case, RECOMPUTE, "s", _ttft(self._plain, tokens))
-            result.add(case, PREFIX_HIT, "s", _ttft(self._plain, tokens))
+            result.add(case, RECOMPUTE, "s", self._plain.first_token(tokens).seconds)
+            result.add(case, PREFIX_HIT, "s", self._plain.first_token(tokens).seconds)
             self._plain.reset()
-            result.add(case, FIRST, "s", _ttft(self._here, tokens))
+            result.add(case, FIRST, "s", self._here.first_token(tokens).seconds)
             self._bed.settle()
             self._here.reset()
             for name, engine in (
@@ -91,20 +91,9 @@ class _Engines:
                 (BY_LAYER, self._by_layer),
                 (REMOTE, self._there),
             ):
-                result.add(case, name, "s", _loaded(result, name, engine, tokens))
+                loaded = engine.first_token(tokens)
+                if loaded.cached < length - BLOCK:
+                    only = f"only {loaded.cached} of {length} tokens came out of a cache"
+                    result.notes.append(f"{name}: {only}.")
+                result.add(case, name, "s", loaded.seconds)
                 engine.reset()
-
-
-def _loaded(result: Result, name: str, engine: EngineProcess, tokens: list[int]) -> float:
-    """Seconds; it is noted if the prompt had to be computed after all."""
-    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
-    if output["cached"] < len(tokens) - BLOCK:
-        result.notes.append(
-            f"{name}: only {output['cached']} of {len(tokens)} tokens came out of a cache."
-        )
-    return float(output["ttft_s"])
-
-
-def _ttft(engine: EngineProcess, tokens: list[int]) -> float:
-    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
-    return float(output["ttft_s"])

@@ -1,4 +1,4 @@
-"""An engine's view with one place, whose node has what a benchmark says."""
+"""An engine's view with one place, whose node has the chunks that a benchmark stores."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SPACE, LIFE = Namespace("bench"), 1
 
 
 class ViewedNode:
-    """A node that lists what it is told to have; `view` has read all of it."""
+    """A node that lists its chunks; `view` has read the whole listing."""
 
-    def __init__(self, slot_bytes: int = 4096) -> None:
+    def __init__(self) -> None:
         self.view = EngineView(Settings(request_deadline_s=5.0))
-        hello = EngineHello("bench", LIFE, SPACE, slot_bytes={0: slot_bytes})
+        hello = EngineHello("bench", LIFE, SPACE, slot_bytes={0: 4096})
         self.view.begin(hello, [EnginePlace(NodeId("node"))], 0.0)
         self._number = 0
         self.store(())

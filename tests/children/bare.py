@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:
-    """Look again and again, for a time."""
+    """Wait until a condition holds."""
     give_up_at = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < give_up_at, what
@@ -118,7 +118,7 @@ def stored_and_loaded(node_id: str) -> bool:
 
 
 def states_as_read(path: Path, dtype: str) -> list[object]:
-    """What a reader has of states that were captured: kind of array, kind of number, values."""
+    """Read captured states; return the kind of array, the kind of number, and the values."""
     raw = np.arange(6, dtype=np.float32).reshape(1, 2, 3).view(np.uint32)
     if dtype == "bfloat16":
         raw = (raw >> 16).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""A worker whose KV cache is on a GPU that is not there, in a process for a test to kill.
+"""A worker with its KV cache on an imaginary GPU, in a process for a test to kill.
 
 Usage: python device.py SOCKET_NAME SLOT_BYTES STAGE. Goes up to the stage, then prints a
 line and waits to be killed. It leaves nothing behind: memory of a GPU dies with who opened it.
@@ -7,26 +7,19 @@ line and waits to be killed. It leaves nothing behind: memory of a GPU dies with
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 
 from raykv.base.ids import Direction
-from raykv.memory.cuda.kv import ExportedKV, export_kv
-from raykv.memory.words import CancelWords
-from raykv.protocol import wire
+from raykv.memory.cuda.kv import export_kv
 from raykv.protocol.worker import AttachWorker, TensorLayout
 from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from raykv.worker.link import LinkTarget, WorkerLink
+from tests.children.worker import LIFE, NUM_BLOCKS, SETTINGS, greet
 from tests.fixtures.cuda.memory import FakeCuda
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import CoreLine
 from tests.fixtures.waiting import wait_until
-
-NUM_BLOCKS = 8
-LIFE = 77
-"""Of its engine."""
-SETTINGS = LinkSettings(step_deadline_s=30.0, store_deadline_s=30.0)
 
 
 def main() -> None:
@@ -37,7 +30,8 @@ def main() -> None:
     tensor = TensorLayout(base, NUM_BLOCKS, slot_bytes, slot_bytes)
     exported = export_kv(cuda, [tensor], 1, [0], [[0]])
     if stage == "half attached":
-        kept: object = greet(name, slot_bytes, exported)
+        hello = AttachWorker("engine", LIFE, "ns", 0, 1, {0: slot_bytes}, exported.layout)
+        kept: object = greet(name, hello, stage)
     else:
         CoreLine(name, LIFE, {0: slot_bytes}).wait()
         link = kept = WorkerLink(0, exported.layout, [], SETTINGS)
@@ -51,16 +45,6 @@ def main() -> None:
     print("there", flush=True)
     signal.pause()
     del kept
-
-
-def greet(name: str, slot_bytes: int, exported: ExportedKV) -> tuple[object, ...]:
-    """Connect, and send a part of the attach message."""
-    sock = wire.connect(name, 10.0)
-    words = CancelWords.create()
-    hello = AttachWorker("engine", LIFE, "ns", 0, 1, {0: slot_bytes}, exported.layout)
-    half = wire.frame(hello)[:-10]
-    socket.send_fds(sock, [half], [words.region.fd])
-    return sock, words
 
 
 if __name__ == "__main__":

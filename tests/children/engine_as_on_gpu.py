@@ -22,7 +22,7 @@ def is_for_cpus() -> bool:
 
 
 class InterpretedDriver:
-    """What vLLM asks Triton's drivers."""
+    """Answers vLLM's question to Triton's drivers."""
 
     @staticmethod
     def is_active() -> bool:

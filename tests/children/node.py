@@ -35,7 +35,7 @@ POOL = "pool="
 
 
 class EndlessBackend(CPUBackend):
-    """Copies the same runs again and again."""
+    """Repeats its copies without end."""
 
     def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign) -> bool:
         """See `CPUBackend.copy`."""
@@ -46,7 +46,7 @@ class EndlessBackend(CPUBackend):
 
 
 def absurd(*args: Any) -> CopyResult:
-    """The result of a job, with the failure of a chunk that nobody asked for."""
+    """Make the result of a job, with the failure of a chunk that is not in it."""
     made: CopyResult = CopyResult(*args)
     refused = bytes([Refusal.NOT_HERE])
     return msgspec.structs.replace(made, failed_chunks=Numbers.of([99]), refusals=refused)

@@ -81,7 +81,7 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def run(notebook: Any, manager: KernelManager) -> str:
-    """What is wrong with it; empty: nothing. It has its outputs then."""
+    """Fill in a notebook's outputs; return what is wrong with it, if anything."""
     notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
     client = NotebookClient(notebook, timeout=CELL_DEADLINE_S, km=manager)
     try:
@@ -123,7 +123,7 @@ def _small(image: str) -> str:
 
 
 def show(path: Path, manager: KernelManager, *, is_stored: bool) -> bool:
-    """Run one and say what came of it; False: something is wrong with it."""
+    """Run a notebook and report on it; return whether it is right."""
     notebook = nbformat.read(path, as_version=4)
     if wrong := run(notebook, manager):
         print(f"{path}: {wrong}", file=sys.stderr)

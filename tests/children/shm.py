@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes with RayKV's actors and a large object between them; says what it saw.
+"""A Ray cluster of two nodes with RayKV's actors and a large object; prints its observations.
 
 Prints one line of JSON: bytes of /dev/shm, findings of the doctor, bytes that came over.
 """
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def look(cluster: Cluster, second: str) -> dict[str, Any]:
-    """Have both nodes' pools touched, and an object fetched; then ask the doctor."""
+    """Touch both nodes' pools and fetch an object, then ask the doctor."""
     scheduler = scheduler_actor(cluster.address)
     ray.get(scheduler.__ray_ready__.remote(), timeout=90.0)
     for node_id in (clusters.resolve_node_id(""), second):

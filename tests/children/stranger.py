@@ -39,7 +39,7 @@ def is_open(address: str, port: int) -> bool:
 
 
 def tried(address: str, port: int) -> str:
-    """What a stranger gets at a port that is open."""
+    """Return what a stranger receives at an open port."""
     try:
         with socket.create_connection((address, port), CONNECT_S) as line:
             line.sendall(
@@ -63,7 +63,7 @@ def tried(address: str, port: int) -> str:
 
 
 def received(line: socket.socket) -> bytes:
-    """What comes until the other end has said all, or nothing for a while."""
+    """Receive until the other end closes, or sends nothing for a while."""
     said = b""
     try:
         while more := line.recv(1 << 16):

@@ -26,7 +26,7 @@ from tests.fixtures.waiting import wait_until
 NUM_BLOCKS = 8
 KV_NAME = "orphaned-kv"
 LIFE = 77
-"""Of its engine, if that has several ranks."""
+"""Of the engine, if it has several ranks."""
 SETTINGS = LinkSettings(step_deadline_s=30.0, store_deadline_s=30.0)
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     layout = KVLayout("memfd", kv.num_bytes, 1, [tensor], [0], [[0]])
     if stage in ("connected", "half attached", "unread"):
         hello = AttachWorker("engine", life, "ns", rank, num_ranks, {0: slot_bytes}, layout)
-        kept: object = greet(name, hello, kv, stage)
+        kept: object = greet(name, hello, stage, kv.fd)
     else:
         CoreLine(name, life, {0: slot_bytes}, num_ranks=num_ranks).wait()
         link = kept = WorkerLink(rank, layout, [kv.fd], SETTINGS)
@@ -56,15 +56,15 @@ def main() -> None:
     del kept
 
 
-def greet(name: str, hello: AttachWorker, kv: Region, stage: str) -> tuple[object, ...]:
-    """Connect, and send at most a part of the attach message."""
+def greet(name: str, hello: AttachWorker, stage: str, *fds: int) -> tuple[object, ...]:
+    """Connect, and send at most a part of the attach message, with these descriptors of KV."""
     sock = wire.connect(name, 10.0)
     words = CancelWords.create()
     if stage == "half attached":
         half = wire.frame(hello)[:-10]
-        socket.send_fds(sock, [half], [words.region.fd, kv.fd])
+        socket.send_fds(sock, [half], [words.region.fd, *fds])
     elif stage == "unread":
-        wire.send_with_fds(sock, hello, [words.region.fd, kv.fd])
+        wire.send_with_fds(sock, hello, [words.region.fd, *fds])
     return sock, words
 
 

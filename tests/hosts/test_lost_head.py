@@ -26,7 +26,7 @@ def test_engines_answer_without_the_heads_host_and_load_again_when_it_is_back(
     """The network's fault: when the link is mended the head is as it was. After 57 s without it,
     Ray's nodes have been given up, and end.
     """
-    with world.cluster.network.unplugged(world.cluster.head, seconds):
+    with world.cluster.network.unplugged(world.cluster.head):
         assert world.slowest_answer(seconds) < SLOWEST_S
     began = time.monotonic()
     world.wait_for_all()

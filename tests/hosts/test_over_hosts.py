@@ -160,6 +160,7 @@ def test_engine_goes_on_at_the_next_ray_node_of_the_far_host(over: OverHosts) ->
 def test_engine_goes_on_when_the_link_was_cut_for_a_while(over: OverHosts) -> None:
     said = "no line to the NodeActor"
     before = over.engine.log_text.count(said)
-    with over.cluster.network.unplugged(over.far, 10.0):
+    with over.cluster.network.unplugged(over.far):
+        time.sleep(10.0)
         wait_until(lambda: over.engine.log_text.count(said) > before, BACK_S, "the line is lost")
     wait_until(over.loads_again, BACK_S, "both hosts load")

@@ -121,10 +121,9 @@ def test_link_is_cut_in_one_direction_or_both_and_mended(
     a, b = hosts
     assert arrives(a, b)
     assert arrives(b, a)
-    network.cut(a, b)
-    assert not arrives(a, b)
-    assert arrives(b, a)
-    network.mend(a, b)
+    with network.cut(a, b):
+        assert not arrives(a, b)
+        assert arrives(b, a)
     assert arrives(a, b)
     with network.unplugged(a):
         assert not arrives(a, b)
@@ -137,10 +136,9 @@ def test_link_is_slowed_in_both_directions(hosts: tuple[Host, Host]) -> None:
     a, b = hosts
     with started(a, *python(ANSWER)), started(b, *python(ANSWER)):
         wait_until(lambda: answers(a, b) and answers(b, a), 10.0, "both answer")
-        a.slow(1 << 20)
-        assert 0.5 < seconds_for(a, b, 1 << 20) < 2.0
-        assert 0.5 < seconds_for(b, a, 1 << 20) < 2.0
-        a.full_speed()
+        with a.slowed(1 << 20):
+            assert 0.5 < seconds_for(a, b, 1 << 20) < 2.0
+            assert 0.5 < seconds_for(b, a, 1 << 20) < 2.0
         assert seconds_for(a, b, 1 << 20) < 0.5
 
 

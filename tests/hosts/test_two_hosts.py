@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from raykv.lab.hosts.network import Host
 from raykv.protocol.findings import Severity
 from tests.fixtures.hosts.cluster import HostCluster
 from tests.fixtures.hosts.world import BACK_S, LENGTH, SLOWEST_S, World, new_world
@@ -66,7 +64,7 @@ def test_host_that_was_away_loads_again_and_no_request_failed_meanwhile(
     """After 57 s Ray has given the node up, and its raylet ends as soon as the link is there."""
     in_file = world.computed(world.b)
     time.sleep(2.0)
-    with world.cluster.network.unplugged(world.b, seconds):
+    with world.cluster.network.unplugged(world.b):
         assert world.slowest_answer(seconds) < SLOWEST_S
     began = time.monotonic()
     world.wait_for_all()
@@ -74,20 +72,11 @@ def test_host_that_was_away_loads_again_and_no_request_failed_meanwhile(
     assert world.loads(world.b, *in_file)
 
 
-@contextlib.contextmanager
-def half_open(world: World, source: Host, target: Host) -> Iterator[None]:
-    world.cluster.network.cut(source, target)
-    try:
-        yield
-    finally:
-        world.cluster.network.mend(source, target)
-
-
 @pytest.mark.parametrize("silent", ["a", "b"])
 def test_half_open_link_costs_time_and_no_request(world: World, silent: str) -> None:
     """What `silent` sends is lost; what is sent to it arrives."""
     source, target = (world.a, world.b) if silent == "a" else (world.b, world.a)
-    with half_open(world, source, target):
+    with world.cluster.network.cut(source, target):
         assert world.slowest_answer(20.0) < SLOWEST_S
     world.wait_for_all()
 
@@ -123,13 +112,12 @@ def test_fetch_over_a_slow_link_is_declined_and_the_prompt_is_computed(world: Wo
     world.end_engine(world.b)
     world.start_engines(world.b, always_fetch=False)
     wait_until(lambda: world.comes(world.a, world.b), BACK_S, "it fetches over a fast link")
-    world.b.slow(50_000)
     try:
-        began = time.monotonic()
-        wait_until(lambda: is_computed_at_once(world), BACK_S, "it does not even try")
-        print(f"declined after {time.monotonic() - began:.1f} s")
+        with world.b.slowed(50_000):
+            began = time.monotonic()
+            wait_until(lambda: is_computed_at_once(world), BACK_S, "it does not even try")
+            print(f"declined after {time.monotonic() - began:.1f} s")
     finally:
-        world.b.full_speed()
         world.end_engine(world.b)
         world.start_engines(world.b)
     world.wait_for_all()

@@ -1,13 +1,12 @@
 """`raykv bench claims`: some of the published numbers, each with its bar, measured again.
 
-A claim holds if what is measured now is within its bar; it does not if its benchmark fails. Those
-that this machine can't measure are named, and do not count. A clone of the repository has more:
-`python -m tests.bench claims`.
+A claim holds if the measured number is within its bar. It does not hold if its benchmark fails.
+Claims that this machine can't measure are listed but do not count. A clone of the repository has
+more of them: `python -m tests.bench claims`.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,21 +19,21 @@ from rich.text import Text
 
 from raykv.base.errors import RayKVError, SettingError
 from raykv.lab.bench import gpu
-from raykv.lab.bench.command import BENCHMARKS, Benchmark, UnderWay, json_file, only_json, unseen
-from raykv.lab.bench.copy import least_of_memcpy
+from raykv.lab.bench.command import BENCHMARKS, Benchmark, UnderWay, only_json
 from raykv.lab.bench.report import Options, Result, Verdict, short
+from raykv.lab.json_file import json_file, json_text, write_json
 
 
 def ratio(case: str, one: str, other: str) -> Callable[[Result], float]:
-    """Of two subjects in a case."""
+    """Compare two subjects in a case."""
     return lambda result: result.ratio(case, one, other)
 
 
 @dataclass(frozen=True)
 class PublishedClaim:
-    """A published number: `published` was measured on `date`; `bar` is what still counts.
+    """A number that was published on a date, and the bar that a new measurement has to pass.
 
-    `where`: a part of the name of the GPU that it was published for; other GPUs can't measure it.
+    `where` is a part of the name of the GPU that the number is for; other GPUs can't measure it.
     """
 
     text: str
@@ -51,7 +50,7 @@ CLAIMS = (
     PublishedClaim(
         "pages from 64 KiB, copied, by the best memcpy of a thread",
         "copy",
-        lambda result: least_of_memcpy(result).ratio,
+        lambda result: result.verdicts[0].measured,
         bar=0.85,
         published=0.88,
         date="2026-11-23",
@@ -86,33 +85,25 @@ CLAIMS = (
         where="H200",
     ),
 )
-"""A bar leaves room for the noise of a machine, and no more."""
+"""A bar leaves room for a machine's noise only."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim, and what was measured now; None: nothing was, and `why`.
+    """A claim and what was measured now, or else why nothing was.
 
-    `can_be`: it can be measured on this machine.
+    `holds` is None if this machine can't measure it.
     """
 
     claim: PublishedClaim
-    measured: float | None
+    holds: bool | None
+    measured: float | None = None
     why: str = ""
-    can_be: bool = True
-
-    @property
-    def holds(self) -> bool | None:
-        """None: nobody can say here."""
-        claim = self.claim
-        if self.measured is not None:
-            return Verdict("", self.measured, claim.bar, claim.is_most).is_met
-        return False if self.can_be else None
 
     @property
     def told(self) -> str:
-        """In words."""
-        if self.measured is None and not self.can_be:
+        """The verdict in words."""
+        if self.holds is None:
             return f"not measured here: {self.why}"
         return "holds" if self.holds else "DOES NOT HOLD" + (self.why and f": {self.why}")
 
@@ -122,12 +113,12 @@ def judge(
     found: Mapping[str, Result | RayKVError],
     card: str = "",
 ) -> list[Judged]:
-    """Each claim by its benchmark's rows, or by the error that it has ended with.
+    """Judge each claim by its benchmark's result, or by the error that ended the benchmark.
 
-    Only a SettingError says that a machine can't measure it. `card` is the GPU's name.
+    A SettingError means that this machine can't measure the claim. `card` is the GPU's name.
     """
     return [
-        Judged(each, None, f"it is of a {each.where}", can_be=False)
+        Judged(each, None, why=f"it is of a {each.where}")
         if each.where not in card
         else _judged(each, found[each.benchmark])
         for each in claims
@@ -136,11 +127,13 @@ def judge(
 
 def _judged(claim: PublishedClaim, found: Result | RayKVError) -> Judged:
     if isinstance(found, RayKVError):
-        return Judged(claim, None, str(found), can_be=not isinstance(found, SettingError))
+        return Judged(claim, None if isinstance(found, SettingError) else False, why=str(found))
     try:
-        return Judged(claim, claim.value(found))
-    except (KeyError, StopIteration, ValueError):
-        return Judged(claim, None, " ".join(["it has no such row, or a part of it", *found.notes]))
+        measured = claim.value(found)
+    except (LookupError, ValueError):
+        why = " ".join(["it has no such row, or a part of it", *found.notes])
+        return Judged(claim, holds=False, why=why)
+    return Judged(claim, Verdict("", measured, claim.bar, claim.is_most).is_met, measured)
 
 
 def run_claims(
@@ -148,18 +141,17 @@ def run_claims(
     json_path: str | None,
     claims: Sequence[PublishedClaim] = CLAIMS,
     benchmarks: Mapping[str, Benchmark] = BENCHMARKS,
-    under_way: UnderWay = unseen,
-    card: str | None = None,
+    under_way: UnderWay = nullcontext,
 ) -> int:
-    """Measure claims again and show them; the command's exit code.
+    """Measure claims again, show them, and return the command's exit code.
 
-    `under_way` is entered for each benchmark while it measures. `card`: see `judge`.
+    `under_way` is entered for each benchmark while it measures.
 
     Raises:
         SettingError: the file can't be written; nothing was measured.
     """
     path = json_file(json_path)
-    card = gpu.card_name() if card is None else card
+    card = gpu.card_name()
     found: dict[str, Result | RayKVError] = {}
     with only_json() if json_path == "-" else nullcontext():
         for name in dict.fromkeys(each.benchmark for each in claims if each.where in card):
@@ -178,17 +170,15 @@ def run_claims(
         }
         for each in judged
     ]
-    text = json.dumps(told, indent=2) + "\n"
-    if path is not None:
-        path.write_text(text)
-    elif json_path is not None:
-        sys.stdout.write(text)
+    write_json(path, told)
+    if json_path == "-":
+        sys.stdout.write(json_text(told))
     Console(stderr=json_path == "-").print(show(judged))
     return 1 if any(each.holds is False for each in judged) else 0
 
 
 def show(judged: Sequence[Judged]) -> Table:
-    """A table for people."""
+    """Format the claims as a table."""
     columns = ("claim", "benchmark", "bar", "measured on", "then", "now", "")
     table = Table(*columns, box=SIMPLE_HEAD)
     for each in judged:

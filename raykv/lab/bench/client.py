@@ -1,11 +1,11 @@
-"""`client`: what vLLM's own client sees of vLLM alone, its native offloading, and RayKV.
+"""`client`: vLLM's own client with vLLM alone, with its native offloading, and with RayKV.
 
 `vllm bench sweep serve` starts the servers one after the other and plays `vllm bench serve` against
 each: prefixes that come again, larger together than the servers' KV memory (`prefix_repetition`),
 prompts of which no two are alike (`random`), and with `--trace` a trace in its own rhythm
 (`timed_trace`). Each repeat has prompts of its own, the same for all servers. On vLLM's CPU build
-all lengths, and the KV memory, are a part of those on a GPU, and there is no native offloading. Of
-a trace whole conversations are played, without those that have too long requests.
+lengths and KV memory are a fraction of those on a GPU, and there is no native offloading. A trace
+is played in whole conversations; those with too long a request are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -61,22 +60,23 @@ BLOCK = 128
 SERVED = "model"
 
 START_S, RUN_S, LAG = 300.0, 180.0, 10.0
-"""Deadlines: of a server's start, and of a client beyond ten times what its load takes: servers
-that are too slow for it lag behind."""
+"""Deadlines of a server's start, and of a client: this long beyond ten times its load's duration,
+since slow servers lag behind."""
 
 TRACED_TOKENS = 512
 """Of a chunk in the published traces."""
 
 COMMON = 0.1
-"""A chunk with which this share of the requests begin is of no conversation: all have it."""
+"""A chunk that more than this share of the requests begin with belongs to no conversation."""
 
 Rows = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a load: tokens of prefixes, what follows them and answers, requests and how many a second;
-    blocks of the servers' KV memory, and bytes of RAM beside it.
+    """Sizes of a load and of the servers' KV memory.
+
+    `divisor` divides lengths and memory; `rate` is in requests per second.
     """
 
     divisor: int
@@ -86,17 +86,17 @@ class Sizes:
 
     @property
     def lengths(self) -> tuple[int, int, int]:
-        """Tokens of a prefix, of what follows it, and of an answer."""
+        """Tokens of a prefix, of the rest of a prompt, and of an answer."""
         return 12_288 // self.divisor, 2048 // self.divisor, 512 // self.divisor
 
     @property
     def max_tokens(self) -> int:
-        """The longest request."""
+        """Tokens of the longest request, with its answer."""
         return 131_072 // self.divisor
 
     @property
     def pool_bytes(self) -> int:
-        """Beside the servers' KV memory."""
+        """RAM for offloaded KV."""
         return (64 << 30) // self.divisor
 
 
@@ -109,12 +109,12 @@ def run(options: Options) -> Result:
     """See the module's docstring.
 
     Raises:
-        SettingError: what is asked for does not exist; nothing was started.
+        SettingError: an option is invalid; nothing was started.
         ClusterError: a server did not start, or a client failed.
     """
     require("raykv bench client", "vllm", "pandas")
     is_cpu = vllm_command.is_cpu_build()
-    systems = chosen_systems(options.systems, is_cpu=is_cpu)
+    systems = systems_here(options, is_cpu=is_cpu)
     sizes = QUICK if options.quick else ON_CPU if is_cpu else ON_GPU
     traced = [] if options.trace is None else played(options.trace, sizes, options.repeats_or(3))
     model = find_model(options.model or SMALL_MODEL).path
@@ -131,26 +131,24 @@ def run(options: Options) -> Result:
         most = max([ON_CPU.num_requests, *map(len, traced)])
         deadline_s = len(servers) * (START_S + len(plays) * (RUN_S + LAG * 2 * most / sizes.rate))
         variables = environment(model, is_cpu=is_cpu)
-        run_sweep(command, variables, folder / "sweep.log", deadline_s, options.logs)
+        run_sweep(command, variables, folder / "sweep.log", deadline_s, options)
         return summed(folder, systems, list(dict.fromkeys(_load(name) for name in plays)), repeats)
 
 
-def chosen_systems(named: Sequence[str], *, is_cpu: bool) -> list[str]:
-    """By name; all that can be here if none is named.
+def systems_here(options: Options, *, is_cpu: bool) -> list[str]:
+    """The systems that the user names; all that can run here if there are none.
 
     Raises:
         SettingError: there is no such system.
     """
-    for name in named:
-        if name not in SUBJECTS:
-            raise SettingError(f"--system {name}: `client` has {', '.join(SUBJECTS)}")
-        if name == "native" and is_cpu:
-            raise SettingError("--system native: vLLM's native offloading needs a GPU")
-    return [name for name in named or SUBJECTS if not (name == "native" and is_cpu)]
+    if is_cpu and "native" in options.systems:
+        raise SettingError("--system native: vLLM's native offloading needs a GPU")
+    systems = options.systems_of("client", SUBJECTS)
+    return [name for name in systems if not (is_cpu and name == "native")]
 
 
 def server(name: str, address: str, sizes: Sizes) -> dict[str, Any]:
-    """Flags of `vllm serve` that make a system."""
+    """Return the flags of `vllm serve` for a system."""
     if name == "native":
         gib = sizes.pool_bytes / (1 << 30)
         return {"kv-offloading-backend": "native", "kv-offloading-size": gib}
@@ -162,7 +160,7 @@ def server(name: str, address: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def played(trace: str, sizes: Sizes, repeats: int) -> list[Rows]:
-    """What each repeat plays of a trace.
+    """Choose the requests of a trace that each repeat plays.
 
     Raises:
         SettingError: it can't be read, or has only requests that are too long.
@@ -190,7 +188,7 @@ def played(trace: str, sizes: Sizes, repeats: int) -> list[Rows]:
 def whole_conversations(
     rows: Rows, num_requests: int, most_tokens: int, seed: int
 ) -> list[dict[str, Any]]:
-    """All requests of conversations that are drawn until there are so many, in order of time.
+    """Draw conversations until they have `num_requests`; return their requests in order of time.
 
     Conversations with a request of more than `most_tokens` are left out.
     """
@@ -215,8 +213,9 @@ def whole_conversations(
 
 
 def scaled(rows: Rows, divisor: int, rate: float, repeat: int) -> list[dict[str, Any]]:
-    """With lengths divided, times in seconds from 0, stretched by one factor to so many requests a
-    second, and chunks that no other repeat has.
+    """Divide the lengths of requests, stretch their times to a rate, and rename their chunks.
+
+    Times are in seconds from 0. No other repeat has the same chunks.
     """
     times = [row["timestamp"] for row in rows]
     first = min(times, default=0)
@@ -235,8 +234,9 @@ def scaled(rows: Rows, divisor: int, rate: float, repeat: int) -> list[dict[str,
 def loads(
     folder: Path, sizes: Sizes, repeats: int, traced: Sequence[Rows]
 ) -> dict[str, dict[str, Any]]:
-    """Flags of `vllm bench serve` by load and repeat, with seeds of their own; `traced` is written
-    to the folder.
+    """Return the flags of `vllm bench serve` by load and repeat, each with its own seed.
+
+    Writes `traced` to the folder.
     """
     prefix, suffix, answer = sizes.lengths
     num_prefixes = -(-3 * sizes.kv_blocks * BLOCK // (2 * prefix))
@@ -288,7 +288,7 @@ def sweep(
     *,
     is_cpu: bool,
 ) -> list[str]:
-    """The command; its results are in the folder `runs`."""
+    """Return the command, whose results go to the folder `runs`."""
     for name, parameters in (("servers", servers), ("loads", plays)):
         (folder / f"{name}.json").write_text(json.dumps(parameters))
     vllm = (sys.executable, "-P", "-m", vllm_command.__name__)
@@ -318,8 +318,10 @@ def sweep(
 
 
 def environment(model: str, *, is_cpu: bool) -> dict[str, str]:
-    """Of servers and clients. On a CPU all servers compute with the same cores, and leave one to
-    the rest: by itself, vLLM leaves one more with any connector than without.
+    """Return the environment of servers and clients.
+
+    On a CPU all servers use the same cores and leave one free: by default vLLM leaves one more
+    with a connector than without.
     """
     variables = {
         **os.environ,
@@ -340,12 +342,12 @@ def run_sweep(
     variables: Mapping[str, str],
     log: Path,
     deadline_s: float,
-    logs: Path | None,
+    options: Options,
 ) -> None:
-    """Run it to its end, and copy its log to the folder `logs`.
+    """Run it to its end, and keep its log if the user wants it.
 
     Raises:
-        ClusterError: it has failed, or takes too long.
+        ClusterError: it failed, or took too long.
     """
     try:
         with log.open("wb") as output:
@@ -364,13 +366,11 @@ def run_sweep(
             f"vLLM's sweep has failed ({error}); its log ends with:\n{said}"
         ) from None
     finally:
-        if logs is not None:
-            logs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(log, logs / log.name)
+        options.keep_logs(log.parent)
 
 
 def summed(folder: Path, systems: Sequence[str], names: Sequence[str], repeats: int) -> Result:
-    """Rows and budgets of the sweep's files."""
+    """Read the sweep's files, and judge."""
     result = Result("client", is_wide=True)
     for load in [name for name in names if name != WARM_UP]:
         told = {
@@ -390,7 +390,7 @@ def summed(folder: Path, systems: Sequence[str], names: Sequence[str], repeats: 
 
 
 def _judge(result: Result, load: str, told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Budgets of RayKV beside those that were measured too."""
+    """Compare RayKV with the other systems that were measured."""
     ours = SUBJECTS["raykv"]
     bars = [("plain", unit, MOST_OF_PLAIN) for unit in (MEAN, MEDIAN, GAP)]
     if load in REUSED:

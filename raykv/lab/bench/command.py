@@ -1,8 +1,7 @@
-"""What `raykv bench` does: the benchmarks by name, whose modules are loaded when they run."""
+"""The benchmarks of `raykv bench` by name; their modules are loaded when they run."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -12,20 +11,22 @@ from dataclasses import dataclass, replace
 from datetime import date
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 import raykv
 from raykv.base.errors import SettingError
 from raykv.lab.bench.report import Options, Result, document
+from raykv.lab.json_file import json_file, json_text, write_json
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """A benchmark's name and what it measures.
 
-    `package` has a module of that name with a function `run`. `needs`: what not every machine or
-    user has; such a benchmark runs only if it is named.
+    `package` has a module of that name with a function `run`. A benchmark that `needs` something
+    special runs only if it is named.
     """
 
     name: str
@@ -40,21 +41,10 @@ class Benchmark:
         return result
 
 
-UnderWay = Callable[[str], AbstractContextManager[None]]
-"""Shows that the benchmark of that name is under way, and nothing when its results are printed."""
+UnderWay = Callable[[str], AbstractContextManager[object]]
+"""Shows that the benchmark of that name is running, until its results are printed."""
 
-
-def unseen(_name: str) -> AbstractContextManager[None]:
-    """Show nothing."""
-    return nullcontext()
-
-
-def by_name(*benchmarks: Benchmark) -> dict[str, Benchmark]:
-    """A registry."""
-    return {benchmark.name: benchmark for benchmark in benchmarks}
-
-
-BENCHMARKS = by_name(
+_ALL = (
     Benchmark("copy", "GB/s between a KV cache in RAM and the pool, compared with memcpy"),
     Benchmark("fetch", "GB/s from node to node, compared with a bare Ray pull"),
     Benchmark("disk", "MiB/s to the disk tier and from it, compared with plain files"),
@@ -67,19 +57,20 @@ BENCHMARKS = by_name(
         "gpu", "RayKV on a GPU, compared with vLLM alone and its native offloading", needs="a GPU"
     ),
 )
+BENCHMARKS = {benchmark.name: benchmark for benchmark in _ALL}
 
 MOVED = (
     "directory", "disaggregated", "feed", "footprint", "pool", "scale", "step", "throughput",
     "ttft",
 )  # fmt: skip
-"""Benchmarks of RayKV's own design, which a clone of the repository has."""
+"""Benchmarks of RayKV's own design, which are in a clone of the repository only."""
 
 
 def chosen(names: Sequence[str], known: Mapping[str, Benchmark] = BENCHMARKS) -> list[Benchmark]:
-    """Benchmarks by name; if none is named, all that need nothing.
+    """Look up benchmarks by name; without names, return all that need nothing special.
 
     Raises:
-        SettingError: there is no benchmark of such a name.
+        SettingError: there is no benchmark of that name.
     """
     unknown = [name for name in names if name not in known]
     if unknown and unknown[0] in MOVED:
@@ -92,32 +83,20 @@ def chosen(names: Sequence[str], known: Mapping[str, Benchmark] = BENCHMARKS) ->
     return [known[name] for name in names] or [each for each in known.values() if not each.needs]
 
 
-def json_file(json_path: str | None) -> Path | None:
-    """The file that `--json` names, if it does.
-
-    Raises:
-        SettingError: it can't be written.
-    """
-    path = None if json_path in (None, "-") else Path(str(json_path))
-    if path is not None and not path.parent.is_dir():
-        raise SettingError(f"--json {path}: there is no folder {path.parent}")
-    return path
-
-
 def run_benchmarks(
     benchmarks: Sequence[Benchmark],
     options: Options,
     json_path: str | None,
-    under_way: UnderWay = unseen,
+    under_way: UnderWay = nullcontext,
 ) -> list[Result]:
     """Run benchmarks one after the other.
 
     Args:
-        benchmarks: which.
-        options: for each.
-        json_path: file for the results, written anew after each part; "-" writes them to standard
-            output at the end, and nothing else.
-        under_way: is entered for each benchmark while it measures.
+        benchmarks: those to run.
+        options: of each benchmark.
+        json_path: file for the results, replaced after each part; "-" writes nothing but them to
+            standard output at the end.
+        under_way: entered for each benchmark while it measures.
 
     Raises:
         SettingError: the file can't be written.
@@ -127,7 +106,7 @@ def run_benchmarks(
         console = Console(stderr=json_path == "-")
         results = _run_all(benchmarks, options, console, path, under_way)
     if json_path == "-":
-        sys.stdout.write(_text(results))
+        sys.stdout.write(json_text(_whole(results)))
     return results
 
 
@@ -142,9 +121,9 @@ def _run_all(
 
     def keep(*unfinished: Result) -> None:
         if path is not None:
-            # Whole or not at all: a run that is cut short leaves the last part's.
+            # Atomic: a run that is cut short leaves the results up to its last part.
             new = path.with_name(f"{path.name}.new")
-            new.write_text(_text([*results, *unfinished]), encoding="utf-8")
+            write_json(new, _whole([*results, *unfinished]))
             new.replace(path)
 
     for benchmark in benchmarks:
@@ -158,14 +137,13 @@ def _run_all(
     return results
 
 
-def _text(results: list[Result]) -> str:
-    today = date.today().isoformat()
-    return json.dumps(document(results, raykv.__version__, today), indent=2) + "\n"
+def _whole(results: list[Result]) -> dict[str, Any]:
+    return document(results, raykv.__version__, date.today().isoformat())
 
 
 @contextmanager
 def only_json() -> Iterator[None]:
-    """Send what is written to standard output meanwhile, by vLLM too, to standard error."""
+    """Redirect standard output, vLLM's too, to standard error within the context."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)

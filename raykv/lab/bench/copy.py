@@ -1,10 +1,9 @@
-"""`copy`: what the copy between a KV cache and the pool reaches, in GB/s of a thread.
+"""`copy`: copies between a KV cache and the pool, in GB/s of one thread.
 
-Between two prefaulted memfds, as a node has them, larger together than the last-level cache. Each
-measurement copies one slice, and the next one copies the next slice: short ones, for other programs
-on the machine change its speed by the second. RayKV plans one job and copies it some chunks at a
-time, as a NodeActor does; a memcpy copies the slice as one run. Blocks lie anywhere in the KV
-cache; in the pool they follow one another.
+Both are prefaulted memfds, as on a node, larger together than the last-level cache. Each
+measurement copies the next slice. Slices are small, since other programs change the machine's speed
+by the second. RayKV plans one job and copies it some chunks at a time, as a NodeActor does; a
+memcpy copies the slice as one run. Blocks are scattered in the KV cache and contiguous in the pool.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from raykv.memory.words import CancelWords
 from raykv.protocol.worker import KVLayout, TensorLayout
 
 LEAST_OF_MEMCPY = 0.85
-"""Of the best memcpy of one thread, for pages from `BUDGET_PAGE_BYTES`."""
+"""Share of the best memcpy of one thread, for pages from `BUDGET_PAGE_BYTES`."""
 
 BUDGET_PAGE_BYTES = 64 << 10
 
@@ -43,7 +42,7 @@ QUICK_PAGES = (4 * KIB, 64 * KIB)
 SIDE_BYTES = 384 << 20
 SLICE_BYTES = 48 << 20
 MOST_OF_FREE_MEMORY = 4
-"""Both sides together take at most one such part of it."""
+"""Both sides together take at most this fraction, a fourth."""
 
 BLOCKS_PER_CHUNK = 8
 CHUNK_BYTES = 2 << 20
@@ -66,7 +65,7 @@ class Case:
 
 
 class Sides:
-    """A KV cache and a pool of the same size, and how to copy all of one to the other."""
+    """A KV cache and a pool of the same size, and plain copies between them."""
 
     def __init__(self, num_bytes: int, slice_bytes: int, rows: RowCopier) -> None:
         self.num_bytes = num_bytes
@@ -87,7 +86,7 @@ class Sides:
             region.close()
 
     def speed(self, copy: Callable[[int], object]) -> float:
-        """GB/s of a call that copies the slice whose number it gets."""
+        """Return the GB/s of a call that copies the slice of a number."""
         number = self._next_slice
         self._next_slice = (number + 1) % self.num_slices
         # The thread's own time leaves out what other programs take of the cores.
@@ -96,7 +95,7 @@ class Sides:
         return self.slice_bytes / (time.thread_time() - started) / 1e9
 
     def memcpys(self) -> dict[str, Callable[[], float]]:
-        """GB/s of a slice that is copied as one run."""
+        """Return measurements of copies of a slice as one run, in GB/s."""
 
         def streamed(number: int) -> None:
             where, size = np.array([number * self.slice_bytes]), np.array([self.slice_bytes])
@@ -114,7 +113,7 @@ class Sides:
 
 
 class PagedCopy:
-    """All pages of one size between two sides."""
+    """Copies of all pages of one size between two sides."""
 
     def __init__(self, sides: Sides, case: Case) -> None:
         self._sides = sides
@@ -136,11 +135,11 @@ class PagedCopy:
         self._jobs = [named_job(JOB_ID, case.direction, keys, some.tolist()) for some in blocks]
 
     def ours(self) -> float:
-        """GB/s of RayKV, planning and all."""
+        """Return the GB/s of RayKV, planning included."""
         return self._sides.speed(self._plan_and_copy)
 
     def _plan_and_copy(self, number: int) -> None:
-        """As the NodeActor does: one call for some chunks."""
+        """Copy some chunks with each call, as a NodeActor does."""
         first_slot = number * self._num_chunks * self._slot_pages
         plan = self._planner.plan(self._jobs[number])
         at_once = max(1, HOST_SPAN_BYTES // plan.bytes_of(0))
@@ -165,7 +164,7 @@ def run(options: Options) -> Result:
             result.rows += alternate(case.name, "GB/s", subjects, options.repeats_or(25))
     finally:
         sides.close()
-    _judge(result)
+    judge(result)
     return result
 
 
@@ -177,22 +176,17 @@ def _side_bytes(options: Options) -> int:
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """All kinds of copies; few when it is to be quick."""
+    """List the kinds of copies; few in a quick run."""
     pages = QUICK_PAGES if options.quick else PAGES
     for page, direction in product(pages, Direction):
         yield Case(page, direction)
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The page size whose copies are slowest compared with memcpy."""
+def judge(result: Result) -> None:
+    """Judge the page size whose copies are slowest compared with memcpy.
 
-    page_bytes: int
-    ratio: float
-
-
-def least_of_memcpy(result: Result) -> Worst:
-    """Of the pages that have a budget; a size's ratio is the median of its cases'."""
+    Smaller pages have no budget. The ratio of a size is the median of its cases' ratios.
+    """
     by_page: dict[int, list[float]] = {}
     for case in cases(Options()):
         rows = {row.subject: row for row in result.rows if row.case == case.name}
@@ -200,13 +194,7 @@ def least_of_memcpy(result: Result) -> Worst:
             ours = rows.pop(OURS)
             best = max(rows.values(), key=lambda row: row.median)
             by_page.setdefault(case.page_bytes, []).append(ours.ratio_to(best))
-    every = [Worst(page, median(ratios)) for page, ratios in by_page.items()]
-    return min(every, key=lambda worst: worst.ratio)
-
-
-def _judge(result: Result) -> None:
-    worst = least_of_memcpy(result)
+    least, page = min((median(ratios), page) for page, ratios in by_page.items())
     budget = f"at least {LEAST_OF_MEMCPY} of the best memcpy of one thread, pages from 64 KiB"
-    result.at_least(LEAST_OF_MEMCPY, worst.ratio, budget)
-    pages = f"pages of {worst.page_bytes // KIB} KiB"
-    result.notes.append(f"The least is {short(worst.ratio)}, with {pages}.")
+    result.at_least(LEAST_OF_MEMCPY, least, budget)
+    result.notes.append(f"The least is {short(least)}, with pages of {page // KIB} KiB.")

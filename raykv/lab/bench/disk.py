@@ -1,11 +1,11 @@
-"""`disk`: what the disk tier writes and reads, beside plain files of as many bytes in its folder.
+"""`disk`: writes to the disk tier and reads from it, compared with plain files of the same size.
 
-A write is timed from the moment when the node is told to keep its chunks until the last of their
-files is synced; a read-back from the fetch until all chunks are checked and in the pool again. A
-plain write is one thread that writes random bytes into files as large as the tier's, and syncs
-each. A plain read is one thread that reads the tier's own files into memory. Before each read the
-files leave the page cache, where the system drops them (`POSIX_FADV_DONTNEED`; what is left there
-is looked at with `RWF_NOWAIT`). The folder is in `RAYKV_DISK_PATH`, else in the temporary folder.
+A write is timed from the order to keep the pool's chunks until the last of their files is synced; a
+read-back from the fetch until all chunks are checked and in the pool again. For a plain write, one
+thread writes random bytes into files as large as the tier's, and syncs each. For a plain read, one
+thread reads the tier's own files into memory. Before each read the files leave the page cache, if
+the system drops them (`POSIX_FADV_DONTNEED`; `RWF_NOWAIT` shows how much is left). The folder is in
+`RAYKV_DISK_PATH`, else in the temporary folder.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from raykv.base.errors import ClusterError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.base.settings import DiskPlace, load_settings
-from raykv.lab.bench.modelless import wait
 from raykv.lab.bench.named_jobs import SPACE, key_of
 from raykv.lab.bench.report import Options, Result, alternate
+from raykv.lab.waiting import wait
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import FILE_BYTES, DiskTier
 from raykv.node.fetch import FetchService
@@ -45,14 +45,17 @@ WRITE, READ = "write", "read back"
 CHUNK_BYTES, SLAB_BYTES, MIB = 2 << 20, 64 << 20, 1 << 20
 NUM_CHUNKS, QUICK_CHUNKS = 256, 32
 NAMESPACE, NODE = Namespace(SPACE), "bench"
-DEADLINE_S, LOOK_S = 120.0, 0.001
+DEADLINE_S = 120.0
 
 ROOM = 1.5
-"""Times the chunks: with less free room the disk tier writes without being told."""
+"""Pool size relative to the chunks: with less free room the disk tier writes by itself."""
 
 LEAST_SHARE = 0.8
 MOST_LEFT = 0.05
-"""Of the files may be in the page cache when it counts as dropped."""
+"""Share of the files that may stay in the page cache after it was dropped."""
+
+SAMPLES = 64
+"""Pages of a file that are looked for in the page cache."""
 
 RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 8)
 
@@ -85,7 +88,7 @@ def run(options: Options) -> Result:
 
 
 def judge(result: Result) -> None:
-    """The tier's speed by that of plain files."""
+    """Compare the tier with plain files."""
     for case, other, budget in (
         (WRITE, FILES, "write: at least 80 % of plain files, each synced"),
         (READ, PLAIN_READ, "read back: at least 80 % of a plain read"),
@@ -94,7 +97,7 @@ def judge(result: Result) -> None:
 
 
 class PlainFiles:
-    """As many bytes as the chunks have, without RayKV; MiB/s."""
+    """Writes and reads of as many bytes as the chunks have, without RayKV; MiB/s."""
 
     def __init__(self, folder: Path, num_chunks: int) -> None:
         self._folder = folder / "plain"
@@ -102,7 +105,7 @@ class PlainFiles:
         self._bytes = np.random.default_rng(2).integers(0, 256, FILE_BYTES, np.uint8)
 
     def write(self) -> float:
-        """Files as large as the tier's, each synced."""
+        """Write files as large as the tier's, and sync each."""
         os.sync()
         self._folder.mkdir()
         try:
@@ -116,7 +119,7 @@ class PlainFiles:
             shutil.rmtree(self._folder)
 
     def read(self, paths: list[Path]) -> float:
-        """The files one after the other."""
+        """Read the files one after the other."""
         began = time.perf_counter()
         for path in paths:
             with path.open("rb", buffering=0) as file:
@@ -146,7 +149,7 @@ class BenchTier:
         self._keys: list[Key] = []
         self._random = np.random.default_rng(1).integers(0, 256, 2 * CHUNK_BYTES, np.uint8)
         self._order({})
-        wait(lambda: not self._tier.reads.stats().problem, "the folder is open", LOOK_S)
+        wait(lambda: not self._tier.reads.stats().problem, "the folder is open")
 
     def stop(self) -> None:
         """End its threads."""
@@ -154,16 +157,16 @@ class BenchTier:
         self._service.stop()
 
     def _order(self, floors: dict[str, int]) -> None:
-        """The next orders are in force."""
+        """Put the next orders into force."""
         self._stamp = Stamp(1, next(self._orders))
         document = OrdersDocument(self._stamp, floors)
         taken = lambda: self._keeper.take_orders(document, DEADLINE_S)  # noqa: E731
-        wait(taken, "the disk keeps orders", LOOK_S)
+        wait(taken, "the disk keeps orders")
 
     def _fill(self) -> None:
-        """Clear pool and disk, and put new chunks into the pool, with their checksums."""
+        """Clear pool and disk, and put new chunks with their checksums into the pool."""
         self._order({str(NAMESPACE): self._stamp.number + 1})
-        wait(lambda: not self._tier.reads.stats().num_files, "the files are deleted", LOOK_S)
+        wait(lambda: not self._tier.reads.stats().num_files, "the files are deleted")
         keys = [key_of(next(self._numbers)) for _ in range(self._num_chunks)]
         for number, key in enumerate(keys):
             record = self._keeper.land(ChunkRecord(NAMESPACE, key, CHUNK_BYTES, self._stamp))
@@ -176,7 +179,7 @@ class BenchTier:
         self._keys = keys
 
     def write(self) -> float:
-        """New chunks, until the disk has all of them."""
+        """Write new chunks, until all of them are on disk."""
         self._fill()
         os.sync()
         began = time.perf_counter()
@@ -187,7 +190,7 @@ class BenchTier:
         return self._rate(began)
 
     def read(self) -> float:
-        """What was written last, until all of it is in the pool again, which has none before."""
+        """Read the latest chunks back into the pool, which has none of them before."""
         self.dropped_files()
         with self._keeper.lock:
             self._keeper.catalog.drop(NAMESPACE, dict.fromkeys(self._keys, ALL_BLOCKS))
@@ -211,7 +214,7 @@ class BenchTier:
         return self._num_chunks * CHUNK_BYTES / MIB / (time.perf_counter() - began)
 
     def dropped_files(self) -> list[Path]:
-        """The chunks' files, which leave the page cache, where the system drops them."""
+        """Drop the chunks' files from the page cache, if the system does that, and return them."""
         paths = sorted(self._folder.glob("*/*.safetensors"))
         for path in paths:
             with path.open("rb") as file:
@@ -220,30 +223,29 @@ class BenchTier:
 
 
 class _Nobody:
-    """The way to other nodes."""
+    """A transport to no other node."""
 
     def start_read(self, source: Source, request: Read) -> PendingRead:
         raise PeerError(f"there is no node {source.node_id} ({len(request.keys)} chunks)")
 
 
-def cached_share(path: Path, samples: int = 64) -> float:
-    """How much of a file is in the page cache, by some of its pages; 1 if it is unknown."""
+def cached_share(path: Path) -> float:
+    """Estimate from some pages how much of a file is in the page cache; 1 if unknown."""
     page = bytearray(1)
     size = path.stat().st_size
     found = 0
     with path.open("rb", buffering=0) as file:
-        for number in range(samples):
+        for number in range(SAMPLES):
             try:
-                os.preadv(file.fileno(), [page], size * number // samples, RWF_NOWAIT)
+                os.preadv(file.fileno(), [page], size * number // SAMPLES, RWF_NOWAIT)
                 found += 1
             except OSError as error:
                 if error.errno != errno.EAGAIN:
                     return 1.0
-    return found / samples
+    return found / SAMPLES
 
 
 def _type_of(folder: Path) -> str:
-    """Type of the file system that a folder is on."""
     mounts = psutil.disk_partitions(all=True)
     found = [each for each in mounts if folder.resolve().is_relative_to(each.mountpoint)]
     return max(found, key=lambda each: len(each.mountpoint)).fstype if found else "unknown"

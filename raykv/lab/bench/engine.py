@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol
+from typing import IO, Any, ClassVar, NamedTuple, Protocol
 
 from raykv.base.errors import RayKVError
 from raykv.client.cluster import Cluster, connect
@@ -27,17 +27,17 @@ machine with a GPU reads gigabytes of libraries, and compiles kernels.
 ANSWER_DEADLINE_S = 300.0
 
 POOL_S, STORE_S, SETTLE_S, LOOK_S = 60.0, 60.0, 0.4, 0.05
-"""Deadlines of pools and of stores, for how long stores stand still, and pauses between looks."""
+"""Deadlines of pools and of stores, time without new stores, and pauses between looks."""
 
 MOST_OF_POOL = 0.95
-"""What is not page-locked is little."""
+"""The share that counts as all: a little is never page-locked."""
 
 CHILD = (sys.executable, "-m", "raykv.lab.bench.engine_child")
 
 
 @contextlib.contextmanager
 def own_cluster() -> Iterator[Cluster]:
-    """A Ray cluster of its own on this host, since others may be in use; ends with the context."""
+    """Start a Ray cluster on this host for the context, since others may be in use."""
     address = ensure_cluster("local").address
     with contextlib.ExitStack() as stack:
         stack.callback(stop_started, address)
@@ -47,7 +47,7 @@ def own_cluster() -> Iterator[Cluster]:
 
 
 def started_together(*starts: Callable[[], EngineProcess]) -> list[EngineProcess]:
-    """Engines that start at the same time: most of a start is work for one core.
+    """Start engines at the same time: most of a start is work for one core.
 
     Raises:
         EngineError: one of them did not start.
@@ -62,14 +62,15 @@ def started_together(*starts: Callable[[], EngineProcess]) -> list[EngineProcess
 
 
 def all_cores_but_one() -> str:
-    """What engines on CPUs compute with: the last one is for Ray and for all other processes."""
+    """Return the cores for engines on CPUs; the last one is left to all other processes."""
     cores = sorted(os.sched_getaffinity(0))
     return ",".join(map(str, cores[:-1] or cores))
 
 
 def wait_for_pools(cluster: Cluster, ready: str = "prefaulted_bytes") -> None:
-    """Wait until nearly all of the pools' pages are there, by a field of their status, or a
-    deadline.
+    """Wait until nearly all of the pools' pages are ready, or until a deadline.
+
+    `ready` is the field of the status that counts such bytes.
     """
     give_up_at = time.monotonic() + POOL_S
     while time.monotonic() < give_up_at:
@@ -80,7 +81,7 @@ def wait_for_pools(cluster: Cluster, ready: str = "prefaulted_bytes") -> None:
 
 
 def settle(cluster: Cluster, still_s: float = SETTLE_S) -> None:
-    """Wait until RayKV's stores stand still and are known, or a deadline."""
+    """Wait until RayKV has reported no new stores for a while, or until a deadline."""
     give_up_at, seen, since = time.monotonic() + STORE_S, -1, time.monotonic()
     while time.monotonic() < min(give_up_at, since + still_s):
         now = sum(node.bytes_stored for node in cluster.status().nodes)
@@ -94,7 +95,7 @@ class EngineError(RayKVError):
 
 
 class ChildProcess(Protocol):
-    """What is needed of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that engines use."""
 
     pid: int
     stdin: IO[bytes] | None
@@ -108,7 +109,7 @@ class ChildProcess(Protocol):
 def launched(
     environment: dict[str, str], log: Path, command: Sequence[str] = CHILD
 ) -> ChildProcess:
-    """A new process of `engine_child` in a session of its own."""
+    """Start a process of `engine_child` in its own session."""
     with log.open("ab") as stderr:
         return subprocess.Popen(
             command,
@@ -120,13 +121,20 @@ def launched(
         )
 
 
+class FirstToken(NamedTuple):
+    """Seconds until it came, and how many tokens of the prompt came out of a cache."""
+
+    seconds: float
+    cached: int
+
+
 class EngineProcess:
     """A vLLM engine with RayKV.
 
     Args:
         model: a folder.
-        log: the file that its output is appended to.
-        raykv: settings of RayKV; None leaves it out.
+        log: a file; the engine's output is appended.
+        raykv: settings of RayKV; None for an engine without RayKV.
         multiprocess: EngineCore is a process of its own.
         cores: the CPU that vLLM's threads are bound to.
         start_deadline_s: how long it may take to start.
@@ -137,7 +145,7 @@ class EngineProcess:
     """
 
     launch: ClassVar[Callable[[dict[str, str], Path], ChildProcess]] = staticmethod(launched)
-    """How the process is made, given its environment and its log."""
+    """Starts the process, given its environment and its log."""
 
     def __init__(
         self,
@@ -151,7 +159,16 @@ class EngineProcess:
         **config: Any,
     ) -> None:
         self._log = log
-        self._process = self._spawn(multiprocess=multiprocess, cores=cores)
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._process = self._launched(environment)
         self._buffer = b""
         config = {"model": str(model), "max_model_len": 4096, "block_size": 32, **config}
         self._send({**config, "raykv": raykv})
@@ -163,18 +180,6 @@ class EngineProcess:
             raise
         self.start_s = time.monotonic() - began
 
-    def _spawn(self, *, multiprocess: bool, cores: str) -> ChildProcess:
-        environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-        return self._launched(environment)
-
     def _launched(self, environment: dict[str, str]) -> ChildProcess:
         return EngineProcess.launch(environment, self._log)
 
@@ -185,7 +190,7 @@ class EngineProcess:
 
     @property
     def log_text(self) -> str:
-        """All that the engine has printed."""
+        """Everything that the engine has printed."""
         return self._log.read_text(errors="replace")
 
     def begin(self, do: str, **arguments: Any) -> None:
@@ -193,7 +198,7 @@ class EngineProcess:
         self._send({"do": do, **arguments})
 
     def finish(self) -> Any:
-        """The answer to the oldest command that has none yet."""
+        """Wait for the answer to the oldest unanswered command."""
         answer = self._receive(ANSWER_DEADLINE_S)
         if "error" in answer:
             raise EngineError(answer["error"])
@@ -205,21 +210,26 @@ class EngineProcess:
         return self.finish()
 
     def tokens(self, prompts: list[list[int]], **arguments: Any) -> list[list[int]]:
-        """Greedy tokens of each prompt; every request must have come to its regular end."""
+        """Return the greedy tokens of each prompt; assert that no request ended early."""
         outputs = self.call("generate", prompts=prompts, **arguments)
         assert all(output["reason"] == "length" for output in outputs), outputs
         return [output["tokens"] for output in outputs]
 
     def cached(self, prompts: list[list[int]], **arguments: Any) -> list[int]:
-        """How many tokens of each prompt came out of a cache, vLLM's or RayKV."""
+        """Return how many tokens of each prompt came out of vLLM's cache or RayKV."""
         outputs = self.call("generate", prompts=prompts, **arguments)
         return [output["cached"] for output in outputs]
+
+    def first_token(self, tokens: list[int]) -> FirstToken:
+        """Ask for one token behind a prompt."""
+        (output,) = self.call("generate", prompts=[tokens], max_tokens=1)
+        return FirstToken(float(output["ttft_s"]), output["cached"] or 0)
 
     def reset(self, *, connector: bool = False) -> None:
         """Drop vLLM's prefix cache, and with `connector` RayKV's chunks of this model too.
 
         Raises:
-            EngineError: blocks of it stay in use.
+            EngineError: some of its blocks are still in use.
         """
         if not self.call("reset", connector=connector):
             raise EngineError("vLLM kept its prefix cache: some of its blocks are still in use")
@@ -235,12 +245,12 @@ class EngineProcess:
                 self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                # One that has just ended took no more: closing sends what waits.
+                # Closing flushes; a process that has just ended reads no more.
                 with contextlib.suppress(OSError):
                     pipe.close()
 
     def kill(self) -> None:
-        """SIGKILL for the engine and all its children; nothing if it is dead."""
+        """Send SIGKILL to the engine and its children, if they are alive."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30.0)

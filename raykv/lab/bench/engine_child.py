@@ -23,7 +23,7 @@ def main(kind: type[ChildEngine]) -> None:
 
 
 def serve(commands: TextIO, answers: TextIO, kind: type[ChildEngine]) -> None:
-    """What `main` does, on whatever commands come on and answers go to."""
+    """Do as `main`, with these streams."""
     config = json.loads(commands.readline())
     engine = kind(config)
     print(json.dumps({"ready": True}), file=answers, flush=True)
@@ -41,34 +41,41 @@ def serve(commands: TextIO, answers: TextIO, kind: type[ChildEngine]) -> None:
     print(json.dumps({"ended": True}), file=answers, flush=True)
 
 
-def transfer_config(raykv: dict[str, Any] | None, connector: dict[str, Any] | None) -> Any:
-    """vLLM's `KVTransferConfig`: RayKV's with its settings, or that of another connector."""
-    from vllm.config import KVTransferConfig
-
-    if raykv is not None:
-        connector = {"kv_connector": "RayKVConnector", "kv_connector_extra_config": raykv}
-    return None if connector is None else KVTransferConfig(kv_role="kv_both", **connector)
-
-
 KV_BYTES = 1 << 30
-"""Of an engine's KV cache on a GPU, and of one on CPUs by the environment that `engine.py` sets."""
+"""Size of an engine's KV cache; on CPUs `engine.py` sets the same by the environment."""
 
 RESET_TRIES, RESET_PAUSE_S = 1000, 0.02
-"""For blocks whose copies have just ended: 20 s on a busy machine."""
+"""Copies that have just ended may still hold blocks, for up to 20 s on a busy machine."""
 
 GPU_SHARE = 0.05
-"""Of a GPU's memory that must be free when an engine starts: several share one."""
+"""Share of a GPU's memory that must be free when an engine starts: several share one GPU."""
 
 
 def room_on(is_gpu: bool, config: dict[str, Any]) -> dict[str, Any]:
-    """What is added to the arguments of an engine that does not size its KV cache by a share.
+    """Return further arguments for an engine on a GPU that gives no share of its memory.
 
-    vLLM gives one engine nearly all of a GPU, and refuses to start where that is not free. With the
-    size told it does not measure either, which fails while another engine starts or ends.
+    By default vLLM takes nearly all memory of a GPU, and does not start if that is not free. With
+    a fixed size it also does not measure memory, which fails while another engine starts or ends.
     """
     if not is_gpu or "gpu_memory_utilization" in config:
         return {}
     return {"gpu_memory_utilization": GPU_SHARE, "kv_cache_memory_bytes": KV_BYTES}
+
+
+def greedy(
+    max_tokens: int, params: dict[str, Any] | None, *, ignore_eos: bool = True, **more: Any
+) -> Any:
+    """Return vLLM's sampling parameters for greedy tokens, with parameters for the connector."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        detokenize=False,
+        ignore_eos=ignore_eos,
+        extra_args={"kv_transfer_params": params} if params else None,
+        **more,
+    )
 
 
 class ChildEngine:
@@ -76,15 +83,18 @@ class ChildEngine:
 
     def __init__(self, config: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.config import KVTransferConfig
         from vllm.platforms import current_platform
 
         # Requests of `serve` so far.
         self._served = 0
-        transfer = transfer_config(config.pop("raykv", None), config.pop("connector", None))
+        connector = config.pop("connector", None)
+        if (raykv := config.pop("raykv", None)) is not None:
+            connector = {"kv_connector": "RayKVConnector", "kv_connector_extra_config": raykv}
         self._llm = LLM(
             disable_log_stats=False,
             seed=0,
-            kv_transfer_config=transfer,
+            kv_transfer_config=connector and KVTransferConfig(kv_role="kv_both", **connector),
             **{
                 "enforce_eager": True,
                 "skip_tokenizer_init": True,
@@ -97,9 +107,9 @@ class ChildEngine:
     def generate(
         self, prompts: list[list[int]], max_tokens: int = 6, **how: Any
     ) -> list[dict[str, Any]]:
-        """Greedy tokens of each prompt, how many of its tokens were cached, time to the first.
+        """Return greedy tokens of each prompt, how many were cached, and the time to the first.
 
-        "transfer" is what the connector has added to the answer.
+        "transfer" has the connector's addition to the answer.
         """
         return [
             {
@@ -123,17 +133,8 @@ class ChildEngine:
         ignore_eos: bool = True,
         **of_request: Any,
     ) -> list[Any]:
-        """`of_request`: what else vLLM takes as a part of each prompt."""
-        from vllm import SamplingParams
-
-        extra = {"kv_transfer_params": params} if params else None
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            detokenize=False,
-            ignore_eos=ignore_eos,
-            extra_args=extra,
-        )
+        """`of_request` has further parts of each prompt for vLLM."""
+        sampling = greedy(max_tokens, params, ignore_eos=ignore_eos)
         requests: list[Any] = [{"prompt_token_ids": prompt, **of_request} for prompt in prompts]
         outputs: list[Any] = self._llm.generate(
             requests, sampling, use_tqdm=False, lora_request=lora
@@ -146,14 +147,13 @@ class ChildEngine:
         params: dict[str, Any] | None = None,
         **of_request: Any,
     ) -> dict[str, Any]:
-        """Work on requests together; some are cancelled after a number of steps of the engine.
+        """Serve requests together, and abort some after a number of steps of the engine.
 
-        `of_request`: what else vLLM takes with each of them.
+        `of_request` has further arguments of each request for vLLM.
 
         An output has its greedy tokens, their logprobs, and by how much each was likelier than the
-        next one. What was taken back comes with the reason "abort".
+        next one. An aborted request has the reason "abort" alone.
         """
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine = self._llm.llm_engine
@@ -163,15 +163,8 @@ class ChildEngine:
         for number, request in enumerate(requests):
             self._served += 1
             request_id = f"{number}-{self._served}"
-            sampling = SamplingParams(
-                temperature=0,
-                max_tokens=request["max_tokens"],
-                detokenize=False,
-                ignore_eos=True,
-                logprobs=2,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"kv_transfer_params": params} if params else None,
-            )
+            final = RequestOutputKind.FINAL_ONLY
+            sampling = greedy(request["max_tokens"], params, logprobs=2, output_kind=final)
             prompt = {"prompt_token_ids": request["prompt"]}
             engine.add_request(request_id, prompt, sampling, **of_request)
             found[request_id] = {"reason": "abort"}
@@ -190,8 +183,9 @@ class ChildEngine:
         }
 
     def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
-        """Serve batches of prompts one after the other; seconds in all, and how many tokens came
-        out of a cache.
+        """Serve batches of prompts one after the other.
+
+        Returns the seconds in all, and how many tokens came out of a cache.
         """
         took_s, outputs = self._served_batches(batches, max_tokens)
         return {"seconds": took_s, "cached": sum(each.num_cached_tokens or 0 for each in outputs)}
@@ -209,15 +203,15 @@ class ChildEngine:
             if self._llm.reset_prefix_cache(reset_connector=connector):
                 return True
             if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
-                # Nobody else takes a step: a request that was taken back may have to end its load.
+                # Nothing else makes a step, and an aborted request may have to end its load.
                 self._llm.llm_engine.step()
             time.sleep(RESET_PAUSE_S)
         return False
 
     def running(self) -> dict[str, Any]:
-        """What vLLM has made of its arguments: which model runner, which CUDA graphs, and so on.
+        """Return vLLM's choices: the model runner, CUDA graphs, and so on.
 
-        What its workers decide shows where EngineCore is no process of its own.
+        Choices of workers show only if EngineCore runs in this process.
         """
         import vllm
         from vllm.platforms import current_platform
@@ -238,7 +232,7 @@ class ChildEngine:
         }
 
     def counters(self) -> dict[str, float]:
-        """vLLM's counters, by name and labels."""
+        """Return vLLM's counters by name and source."""
         found: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             value = getattr(metric, "value", None)
@@ -248,12 +242,11 @@ class ChildEngine:
         return found
 
     def shut_down(self) -> None:
-        """End the engine in good order."""
+        """Stop the engine."""
         self._llm.llm_engine.engine_core.shutdown()
 
 
 def _answer(output: Any, seconds: float) -> dict[str, Any]:
-    """The answer to a request that is done."""
     (only,) = output.outputs
     ranked = [
         sorted((each.logprob for each in step.values()), reverse=True)

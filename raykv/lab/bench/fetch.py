@@ -1,4 +1,4 @@
-"""`fetch`: node to node, beside one bare Ray object pull of the same size.
+"""`fetch`: from node to node, compared with one bare Ray object pull of the same size.
 
 Two Ray nodes on this host, each on a core of its own where there are two. A fetch is what an
 engine's NodeActor does: chunks are read out of the source's pool in pieces, checked, and land in
@@ -31,10 +31,11 @@ from raykv.cluster import ask
 from raykv.cluster import join as clusters
 from raykv.directory.actor import scheduler_actor
 from raykv.lab.bench.engine import own_cluster
-from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
+from raykv.lab.bench.modelless import ModellessEngine
 from raykv.lab.bench.named_jobs import SPACE, key_of
 from raykv.lab.bench.report import Options, Result, alternate
-from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.lab.hosts.local_nodes import local_node
+from raykv.lab.waiting import DEADLINE_S, wait
 from raykv.node.launch import node_actor
 from raykv.protocol.columns import Keys, Numbers, Source, SourceRows
 from raykv.protocol.copies import CopyResult, Fetch
@@ -77,7 +78,7 @@ def run(options: Options) -> Result:
 
 
 def rates(moves: Mapping[str, Callable[[int], float]], size: int) -> dict[str, Callable[[], float]]:
-    """GB/s of what takes seconds for a number of bytes."""
+    """Turn functions that return the seconds of a move into ones that return its GB/s."""
 
     def rate(move: Callable[[int], float]) -> float:
         return size / move(size) / 1e9
@@ -92,11 +93,10 @@ class BenchPeer:
         self._bytes = np.ones(most_bytes, dtype=np.uint8)
 
     def pid(self) -> int:
-        """Of this process."""
         return os.getpid()
 
     def make(self, size: int) -> Any:
-        """An object in this node's store."""
+        """Make an object in this node's store."""
         return self._bytes[:size].copy()
 
     def pull(self, refs: list[Any]) -> int:
@@ -111,9 +111,8 @@ class Pair:
         cluster = stack.enter_context(own_cluster())
         self._address = address = cluster.address
         scheduler_actor(address)
-        other = add_local_node(address, OBJECT_STORE_BYTES)
-        stack.callback(other.stop)
-        self._nodes = [clusters.resolve_node_id(""), other.node_id]
+        there = local_node(address, object_store_bytes=OBJECT_STORE_BYTES)
+        self._nodes = [clusters.resolve_node_id(""), stack.enter_context(there)]
         self._pool_bytes = -(-most_bytes // SLAB_BYTES) * SLAB_BYTES
         self._most_bytes = most_bytes
         extra = NodeOptions(transport=transport)
@@ -127,7 +126,6 @@ class Pair:
         self._numbers = itertools.count(1)
         wait(lambda: _are_ready(cluster), "both pools are ready", 0.01)
         self.fill()
-        stack.callback(ask.end_node_actor, other.node_id)
 
     def _pin(self, peers: list[int]) -> None:
         """Give each node a core of its own, with its raylet, which is the parent of its actors."""
@@ -145,7 +143,7 @@ class Pair:
         engine.stop()
 
     def stats(self) -> NodeStats:
-        """Of the second NodeActor."""
+        """Ask the second NodeActor for its counts."""
         return ask.describe(self.actors[1], DEADLINE_S).stats
 
     def wait_for_nixl(self) -> None:
@@ -158,8 +156,9 @@ class Pair:
         wait(is_used, "both NodeActors load NIXL", 0.01)
 
     def fetch(self, size: int) -> float:
-        """Seconds until chunks of that size together are in the second pool, which has none of them
-        before.
+        """Return the seconds of a fetch of this size in all.
+
+        The second pool has none of the chunks before.
         """
         self.drop(size)
         began = time.perf_counter()
@@ -170,14 +169,14 @@ class Pair:
         return took_s
 
     def drop(self, size: int) -> None:
-        """The second pool loses chunks of that size together."""
+        """Drop chunks of this size in all from the second pool."""
         keys = keys_of(size)
         first, count = (Numbers.of([number] * len(keys)) for number in ALL_BLOCKS)
         order = DropOrder(SPACE, keys, first, count)
         ray.get(self.actors[1].ask.remote("drop", encode(order)), timeout=DEADLINE_S)
 
     def order(self, size: int, deadline_s: float) -> CopyResult:
-        """How a fetch of that size ends."""
+        """Fetch chunks of this size in all, and return the result."""
         count = size // CHUNK_BYTES
         order = Fetch(
             next(self._numbers),
@@ -192,7 +191,7 @@ class Pair:
         return decode(raw, CopyResult)
 
     def pull(self, size: int) -> float:
-        """Seconds until an object of the first node is in the second one's store."""
+        """Return the seconds until an object of the first node is in the second one's store."""
         ref = self._peers[0].make.remote(size)
         ray.wait([ref], timeout=DEADLINE_S, fetch_local=False)
         began = time.perf_counter()
@@ -201,7 +200,7 @@ class Pair:
 
 
 def _are_ready(cluster: Cluster) -> bool:
-    """Whether both pools' pages are there, and both know which orders stores are to name."""
+    """Whether all pages of both pools are ready, and both know the orders that stores name."""
     known = cluster.status()
     return known.orders != NOTHING_ORDERED and all(
         node.prefaulted_bytes >= node.pool_bytes and node.orders == known.orders
@@ -210,7 +209,7 @@ def _are_ready(cluster: Cluster) -> bool:
 
 
 def _pin(pid: int, core: int) -> None:
-    """Threads that it begins later are there too."""
+    """Move all threads of a process to a core; later threads inherit it."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(task.name), {core})
@@ -224,5 +223,5 @@ def _peer(node_id: str, most_bytes: int) -> Any:
 
 
 def keys_of(size: int) -> Keys:
-    """Of chunks of that size together."""
+    """Return the keys of chunks of this size in all."""
     return Keys.of(key_of(number) for number in range(size // CHUNK_BYTES))

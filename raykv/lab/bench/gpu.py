@@ -1,21 +1,20 @@
-"""`gpu`: RayKV on a GPU beside vLLM's native offloading and vLLM alone, all in one run.
+"""`gpu`: RayKV on a GPU, compared with vLLM's native offloading and vLLM alone in one run.
 
-Engines of the shape of Llama 8B in bfloat16, with random weights: how long a step takes does not
-depend on them. All else is vLLM's default: CUDA graphs, asynchronous scheduling, its choice of
-model runner. One engine is there at a time, and each is started once. All get the same prompts:
+The engines have the shape of Llama 8B in bfloat16, with random weights: the duration of a step does
+not depend on them. Everything else is vLLM's default: CUDA graphs, asynchronous scheduling, the
+model runner. Engines run one after the other, and all get the same prompts:
 
-1. time to the first token of prompts that are known, by their length;
-2. requests that share nothing, with long prompts and with long answers, while all of it is stored;
-3. documents, larger together than the engine's KV memory, that are asked about again.
+1. time to the first token of prompts that are cached, by their length;
+2. requests that share nothing, with long prompts and with long answers, while all KV is stored;
+3. repeated questions about documents that are larger together than the engine's KV memory.
 
-The rows so far are kept at the end of each part. `--quick` tries all of it with a tiny model, also
-on a CPU, but for the native offloading, which needs a GPU.
+The rows so far are kept at the end of each part. `--quick` uses a tiny model, also on a CPU, but
+without the native offloading, which needs a GPU.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -76,11 +75,11 @@ ON_GPU: dict[str, Any] = {
     "start_deadline_s": 420.0,
 }
 LOADS = 4
-"""Of each prompt: what is loaded takes less time, and varies more, than what is computed."""
+"""Per prompt: loads are shorter than computations, and vary more."""
 
 STORE_STEPS, PAUSE_S = 3, 0.15
-"""vLLM begins stores with the engine's next step, and hears of their end in a later one. A short
-request makes each, after a pause."""
+"""vLLM begins stores in the engine's next step, and sees that they ended in a later one. A short
+request makes each step, after a pause."""
 
 SHORT = 15
 """Tokens of such a request: less than a block."""
@@ -95,20 +94,20 @@ STEPS, WARM, UNSHARED, DOCUMENTS, QUESTIONS = (n * 10**9 for n in range(1, 6))
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests that are made together."""
+    """A batch of requests."""
 
     num_requests: int
     prompt_tokens: int
     answer_tokens: int
 
     def prompts(self, seeds: Iterator[int]) -> list[list[int]]:
-        """Prompts, made of the next seeds."""
+        """Draw prompts with the next seeds."""
         return [prompt(next(seeds), self.prompt_tokens) for _ in range(self.num_requests)]
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     lengths: tuple[int, ...]
     pool_bytes: int
@@ -118,7 +117,7 @@ class Amounts:
 
     @property
     def max_tokens(self) -> int:
-        """The longest context."""
+        """Tokens of the longest context."""
         return max(*self.lengths, self.documents.prompt_tokens) + 2 * BLOCK
 
 
@@ -148,25 +147,23 @@ def run(options: Options) -> Result:
     if not is_on_gpu and not options.quick:
         raise SettingError("torch sees no GPU here; `raykv bench gpu --quick` tries it on a CPU")
     require("raykv bench gpu", "vllm")
-    unknown = set(options.systems) - set(SYSTEMS)
-    if unknown:
-        names = ", ".join(SYSTEMS)
-        raise SettingError(f"--system {', '.join(sorted(unknown))}: `gpu` has {names}")
-    asked = options.systems or tuple(name for name in SYSTEMS if is_on_gpu or name != "native")
+    asked = options.systems_of("gpu", SYSTEMS)
+    if not is_on_gpu and not options.systems:
+        asked.remove("native")
     result = Result("gpu")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-")))
         starts = Starts(stack, folder, QUICK if options.quick else FULL, is_on_gpu)
         measuring = Measuring(options, starts.amounts, result)
-        for name, subject in SYSTEMS.items():
-            if name in asked:
-                measuring.subject(subject, starts.start, starts.settle)
-                _keep_logs(folder, options.logs)
+        for name in asked:
+            settle_stores = partial(settle, starts.cluster)
+            measuring.subject(SYSTEMS[name], partial(starts.start, name), settle_stores)
+            options.keep_logs(folder)
     return result
 
 
 def has_torch_for_cuda() -> bool:
-    """Whether torch is there, and can use a GPU."""
+    """Whether torch is installed and can use a GPU."""
     try:
         import torch
     except ImportError:
@@ -175,7 +172,7 @@ def has_torch_for_cuda() -> bool:
 
 
 def card_name() -> str:
-    """Of the GPU that torch would use; empty if there is none."""
+    """The name of the GPU that torch would use; empty if there is none."""
     if not has_torch_for_cuda():
         return ""
     import torch
@@ -183,16 +180,8 @@ def card_name() -> str:
     return str(torch.cuda.get_device_name())
 
 
-def _keep_logs(folder: Path, to: Path | None) -> None:
-    """Copy what engines have written, where the user wants it."""
-    if to is not None:
-        to.mkdir(parents=True, exist_ok=True)
-        for log in folder.glob("*.log"):
-            shutil.copy(log, to / f"engine-{log.name}")
-
-
 class Starts:
-    """Starts engines, of each subject one, in a Ray cluster of their own."""
+    """Starts engines in a Ray cluster of their own."""
 
     def __init__(self, stack: ExitStack, folder: Path, amounts: Amounts, is_on_gpu: bool) -> None:
         self._folder = folder
@@ -205,37 +194,32 @@ class Starts:
             **(ON_GPU if amounts is FULL else {}),
         }
         self._model = tiny_llama(folder / "model", max_position=amounts.max_tokens + BLOCK)
-        self._cluster = stack.enter_context(own_cluster())
+        self.cluster = stack.enter_context(own_cluster())
 
-    def start(self, name: str) -> EngineProcess:
-        """An engine of a subject, with its pool page-locked on a GPU."""
+    def start(self, system: str) -> EngineProcess:
+        """Start an engine; with RayKV, wait for its pool, which is page-locked on a GPU."""
         raykv, config = None, dict(self._config)
-        if name == NATIVE:
+        if system == "native":
             config["connector"] = {
                 "kv_connector": "OffloadingConnector",
                 "kv_connector_extra_config": {"cpu_bytes_to_use": self.amounts.pool_bytes},
             }
-        elif name in (RAYKV, BY_LAYER):
+        elif system != "plain":
             raykv = {
-                "ray_address": self._cluster.address,
+                "ray_address": self.cluster.address,
                 "pool_bytes": str(self.amounts.pool_bytes),
-                "layerwise_loads": name == BY_LAYER,
+                "layerwise_loads": system == "layerwise",
                 # By default stores cease where nothing is reused, and it is their cost that counts.
                 "stop_unused_stores": False,
             }
-        system = next(system for system, subject in SYSTEMS.items() if subject == name)
-        engine = EngineProcess(self._model, self._folder / f"{system}.log", raykv, **config)
+        engine = EngineProcess(self._model, self._folder / f"engine-{system}.log", raykv, **config)
         if raykv is not None:
-            wait_for_pools(self._cluster, "locked_bytes" if self._is_on_gpu else "prefaulted_bytes")
+            wait_for_pools(self.cluster, "locked_bytes" if self._is_on_gpu else "prefaulted_bytes")
         return engine
-
-    def settle(self) -> None:
-        """Wait until RayKV's stores stand still, or a deadline."""
-        settle(self._cluster)
 
 
 def reason_of(error: EngineError) -> str:
-    """Why an engine has failed: the last errors in what it wrote, or its very end."""
+    """Say why an engine failed: by the last errors in its log, or else by the log's end."""
     found = dict.fromkeys(match[0].strip() for match in ERRORS.finditer(str(error)))
     said = [each for each in found if "See root cause above" not in each]
     return " | ".join(said[-MOST_ERRORS:]) or str(error)[-ERROR_CHARACTERS:]
@@ -245,29 +229,25 @@ class Measuring:
     """Measures one subject after the other.
 
     Args:
-        options: of the user; `keep` is called at the end of each part.
-        amounts: how much of it.
-        result: gets all that is measured.
-        pause_s: before each of the requests that follow a store.
+        options: the user's; `keep` is called at the end of each part.
+        amounts: sizes.
+        result: gets all rows, notes and verdicts.
     """
 
-    def __init__(
-        self, options: Options, amounts: Amounts, result: Result, pause_s: float = PAUSE_S
-    ) -> None:
+    def __init__(self, options: Options, amounts: Amounts, result: Result) -> None:
         self._options = options
         self._amounts = amounts
         self._result = result
-        self._pause_s = pause_s
         self._num_steps = 0
 
     def subject(
-        self, name: str, start: Callable[[str], EngineProcess], settle: Callable[[], None]
+        self, name: str, start: Callable[[], EngineProcess], settle: Callable[[], None]
     ) -> None:
-        """Start an engine, measure it, end it. What fails is noted."""
+        """Start an engine, measure it and end it; note a failure."""
         doing = "start"
         try:
             with ExitStack() as stack:
-                engine = start(name)
+                engine = start()
                 stack.callback(engine.stop)
                 known = partial(self._known, engine, settle if name in (RAYKV, BY_LAYER) else None)
                 self._begin(name, engine)
@@ -294,8 +274,9 @@ class Measuring:
             self._result.notes.append(text)
 
     def _begin(self, name: str, engine: EngineProcess) -> None:
-        """Note how the engine is set, and wait until it finds a prompt again: one stores nothing
-        before it is known what its weights are.
+        """Note the engine's configuration, and wait until it loads a prompt.
+
+        RayKV stores nothing before it has identified the weights.
         """
         self._result.add(START, name, "s", engine.start_s)
         settings = engine.call("running")
@@ -303,11 +284,11 @@ class Measuring:
         give_up_at = time.monotonic() + WARM_S
         for seed in count(WARM):
             tokens = prompt(seed, 2 * BLOCK)
-            _one(engine, tokens)
+            engine.first_token(tokens)
             self._known(engine, None)
             if name != PLAIN:
                 engine.reset()
-            if _one(engine, tokens)["cached"] >= BLOCK:
+            if engine.first_token(tokens).cached >= BLOCK:
                 break
             if time.monotonic() > give_up_at:
                 self._note(f"{name}: loads nothing {WARM_S:.0f} s after its start.")
@@ -315,16 +296,16 @@ class Measuring:
         engine.reset()
 
     def _known(self, engine: EngineProcess, settle: Callable[[], None] | None) -> None:
-        """Have the connector's stores end, of all that was computed so far."""
+        """Let the connector store everything that was computed so far."""
         for _ in range(STORE_STEPS):
-            time.sleep(self._pause_s)
+            time.sleep(PAUSE_S)
             self._num_steps += 1
             engine.tokens([prompt(STEPS + self._num_steps, SHORT)], max_tokens=1)
         if settle is not None:
             settle()
 
     def _check(self, what: str, cached: float, least: int) -> None:
-        """Note it if less came out of a cache than should have."""
+        """Note it if fewer tokens came out of a cache than should have."""
         if cached < least:
             self._note(f"{what}: only {cached:.0f} tokens came out of a cache.")
 
@@ -337,15 +318,15 @@ class Measuring:
             case = length_case(length)
             for number in range(self._options.repeats_or(2)):
                 tokens = prompt(1000 * length + number, length)
-                self._result.add(case, cold, "s", _one(engine, tokens)["ttft_s"])
+                self._result.add(case, cold, "s", engine.first_token(tokens).seconds)
                 if name != PLAIN:
                     known()
                 for _ in range(LOADS):
                     if name != PLAIN:
                         engine.reset()
-                    found = _one(engine, tokens)
-                    self._result.add(case, warm, "s", found["ttft_s"])
-                    self._check(f"{warm}, {case}", found["cached"], length - BLOCK)
+                    found = engine.first_token(tokens)
+                    self._result.add(case, warm, "s", found.seconds)
+                    self._check(f"{warm}, {case}", found.cached, length - BLOCK)
                 engine.reset()
             self._end_part()
 
@@ -379,23 +360,18 @@ class Measuring:
             known()
 
 
-def _one(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
-    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
-    return {"ttft_s": float(output["ttft_s"]), "cached": output["cached"] or 0}
-
-
 def length_case(length: int) -> str:
-    """The case of a prompt of so many tokens."""
+    """The case of a prompt of this many tokens."""
     return f"{length:,} tokens"
 
 
 def first_time(subject: str) -> str:
-    """The subject of a prompt that no cache knew, in an engine with a connector."""
+    """The subject of a prompt that is in no cache, in an engine with a connector."""
     return f"{subject}, first time (stores)"
 
 
 def judged(result: Result, lengths: tuple[int, ...]) -> list[Verdict]:
-    """The verdicts on what has been measured so far; an engine may not have started."""
+    """Judge the measurements so far; some engines may not have started."""
     rows = {(row.case, row.subject): row for row in result.rows}
     verdicts = []
 

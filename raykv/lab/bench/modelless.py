@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Direction, Key
@@ -14,6 +13,7 @@ from raykv.cluster import names
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
 from raykv.lab.bench.named_jobs import named_job
+from raykv.lab.waiting import DEADLINE_S, wait
 from raykv.memory.region import Region
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import NOTHING_ORDERED, EngineHello
@@ -21,33 +21,16 @@ from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
-DEADLINE_S = 60.0
-LOOK_S = 0.0002
-"""Short beside what is measured, long enough to leave the processor to others."""
-
-
-def wait(condition: Callable[[], bool], what: str, pause_s: float = LOOK_S) -> None:
-    """Until a condition holds.
-
-    Raises:
-        ClusterError: it does not within a minute.
-    """
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not condition():
-        if time.monotonic() > give_up_at:
-            raise ClusterError(f"not within {DEADLINE_S:.0f} s: {what}")
-        time.sleep(pause_s)
-
 
 class ModellessEngine:
-    """What vLLM's scheduler would call, called by a benchmark.
+    """RayKV in EngineCore, called by a benchmark instead of vLLM's scheduler.
 
     Args:
         address: of the Ray cluster.
         node_id: where the engine is.
         namespace: of its chunks.
         chunk_bytes: of each chunk, which has one block.
-        pool_bytes: of a pool that is not there yet.
+        pool_bytes: of the pool, if the node has none yet.
     """
 
     def __init__(
@@ -66,7 +49,7 @@ class ModellessEngine:
         self._link: WorkerLink | None = None
 
     def with_worker(self) -> ModellessEngine:
-        """Have a worker of one block, whose bytes are all 7."""
+        """Add a worker with one block, whose bytes are all 7."""
         (chunk_bytes,) = self._sizes.values()
         self._memory = Region.anonymous(chunk_bytes, "raykv-bench")
         ctypes.memset(self._memory.address, 7, chunk_bytes)
@@ -100,7 +83,7 @@ class ModellessEngine:
         self._link.submit(JobRequest(job))
 
     def ended(self) -> list[CopyResult]:
-        """Stores that have ended since the last call.
+        """Return the stores that have ended since the last call.
 
         Raises:
             ClusterError: one was refused.
@@ -118,7 +101,7 @@ class ModellessEngine:
         wait(lambda: bool(self.ended()), "the chunks are stored")
 
     def stop(self) -> None:
-        """Be gone."""
+        """Leave the cluster."""
         if self._link is not None:
             self._link.close(5.0)
         self.runtime.stop()

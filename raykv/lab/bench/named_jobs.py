@@ -1,4 +1,4 @@
-"""Jobs of a worker, as benchmarks ask for them: whole chunks of one KV group."""
+"""Jobs of a worker for benchmarks: whole chunks of one KV group."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from raykv.protocol.copies import CopyJob
 
 SPACE = "bench"
 ORDERED = Stamp(1, 1)
-"""The only orders of a pool that no scheduler actor orders anything of."""
+"""The orders of a pool without a scheduler actor."""
 
 
 def key_of(number: int) -> Key:
-    """A key as long as vLLM's, of KV group 0."""
+    """Make a key of KV group 0, as long as vLLM's."""
     return Key(number.to_bytes(32, "big") + bytes(4))
 
 
@@ -26,9 +26,8 @@ def named_job(
     *,
     namespace: str = SPACE,
     orders: Stamp = ORDERED,
-    by_layer: bool = False,
 ) -> CopyJob:
-    """A job of chunks that have as many blocks each."""
+    """Make a job of chunks with equally many blocks."""
     count = len(keys)
     return CopyJob(
         job_id,
@@ -39,5 +38,4 @@ def named_job(
         Numbers.of([0] * count),
         Numbers.of(block_ids),
         orders=orders,
-        by_layer=by_layer,
     )

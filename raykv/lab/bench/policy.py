@@ -1,13 +1,13 @@
-"""`policy`: how much of a trace's prompts the pool's order of eviction finds again, by pool size.
+"""`policy`: hit rates of a trace's prompts with the pool's order of eviction, by pool size.
 
-It replays requests through one pool, as `raykv.inspect.hits` does. The hit rate is that of all
-chunks of all requests. A capacity is a share of the distinct chunks of the trace.
+It replays requests through one pool, as `raykv.inspect.hits` does. The hit rate is over all chunks
+of all requests. A capacity is a share of the distinct chunks of the trace.
 
-The optimum knows the future: it gives up the chunk whose next use is the furthest, of those of one
-request the deepest, and does not keep what it would give up next (L. Belady, 1966, with bypass). No
-policy finds more chunks held. Where equal chunks have equal prefixes, a chunk is never used without
-its prefix, so that this one keeps no chunk without its prefix either: all that it finds are prefix
-hits, and no policy has more of these. "unlimited" is a pool in which all have room.
+The optimum knows the future: it evicts the chunk whose next use is the furthest, among those of one
+request the deepest, and does not keep what it would evict next (L. Belady, 1966, with bypass). No
+policy has more hits. Where equal chunks have equal prefixes, a chunk is never used without its
+prefix, so the optimum keeps no chunk without its prefix: all its hits are prefix hits, and no
+policy has more of these. "unlimited" is a pool with room for everything.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PERCENTS = (1, 2, 5, 10, 20)
 """Capacities, of the distinct chunks."""
 
 LEAST_OF_LRU = 0.995
-"""Of its hits, that the default finds at any capacity."""
+"""Share of LRU's hits that the default policy has at any capacity."""
 
 LEAST_GAP_CLOSED = 0.2
-"""Of the gap between LRU and the optimum."""
+"""Share of the gap between LRU and the optimum that the default closes."""
 
 UNIT = "hit rate"
 GAP = "of the gap from lru"
@@ -56,7 +56,7 @@ def run(options: Options) -> Result:
 
 
 def replay(requests: Sequence[Request], policy: Policy, capacity: int) -> float:
-    """The prefix hit rate of a policy."""
+    """Return the prefix hit rate of a policy."""
     return sum(prefix_hits(requests, policy, capacity)) / sum(map(len, requests))
 
 
@@ -77,17 +77,17 @@ def measure(result: Result, case: str, requests: Sequence[Request], capacity: in
 
 
 def num_distinct(requests: Sequence[Request]) -> int:
-    """Chunks that differ."""
+    """Count distinct chunks."""
     return len({chunk for request in requests for chunk in request})
 
 
 def unlimited_rate(requests: Sequence[Request]) -> float:
-    """The hit rate if nothing is ever given up."""
+    """Return the hit rate without evictions."""
     return sum(unlimited_hits(requests)) / sum(map(len, requests))
 
 
 def optimal_rate(requests: Sequence[Request], capacity: int) -> float:
-    """The prefix hit rate of the optimum; see the module's docstring."""
+    """Return the prefix hit rate of the optimum; see the module's docstring."""
     following = _next_uses(requests)
     # Of each held chunk, the next request that uses it.
     held: dict[int, int] = {}

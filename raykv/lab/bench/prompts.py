@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 VOCABULARY = 500
-"""Token ids that every model here has."""
+"""Token ids below it are in every model here."""
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Random tokens, the same for the same arguments; other seeds differ from the first ones on."""
+    """Draw tokens. The same arguments give the same ones; other seeds differ from the start."""
     source = random.Random(seed)
     return [source.randrange(3, VOCABULARY) for _ in range(length)]

@@ -1,11 +1,12 @@
-"""What a benchmark has measured: rows of repeats, medians, ratios, budgets; as a table or JSON."""
+"""Results of a benchmark: rows of repeats, medians, ratios, budgets; as a table or JSON."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,20 +16,26 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raykv.base.errors import SettingError
+
 
 def _forget(_result: Result) -> None:
-    """Nobody wants what there is so far."""
+    """Keep nothing."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks of a benchmark.
+    """Options of a benchmark.
 
-    `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
-    `traces`: files of requests. `systems`: which ones `client` and `gpu`
-    compare; none: all. `model`: what `client` serves. `logs`: a folder for the
-    output of servers and engines. `keep` is called by benchmarks whose parts take minutes, with the
-    rows so far at the end of each: a run may be cut short.
+    Attributes:
+        repeats: of each measurement; None for the benchmark's own number.
+        quick: use small sizes, to see that the benchmark runs.
+        traces: files of requests.
+        systems: those that `client` and `gpu` compare; all if empty.
+        model: the one that `client` serves.
+        logs: a folder for the output of servers and engines.
+        keep: gets the rows so far after each part of benchmarks that take minutes, since a run may
+            be cut short.
     """
 
     repeats: int | None = None
@@ -41,11 +48,29 @@ class Options:
 
     @property
     def trace(self) -> str | None:
-        """The trace of a benchmark that takes one."""
+        """The trace of a benchmark that takes only one."""
         return self.traces[0] if self.traces else None
 
+    def systems_of(self, benchmark: str, known: Iterable[str]) -> list[str]:
+        """Those of a benchmark's systems that the user names, or all.
+
+        Raises:
+            SettingError: there is no such system.
+        """
+        known = list(known)
+        for name in self.systems:
+            if name not in known:
+                raise SettingError(f"--system {name}: `{benchmark}` has {', '.join(known)}")
+        return [name for name in known if not self.systems or name in self.systems]
+
+    def keep_logs(self, folder: Path) -> None:
+        """Copy the logs in a folder to where the user wants them, if anywhere."""
+        if self.logs is not None:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            for log in folder.glob("*.log"):
+                shutil.copy(log, self.logs)
+
     def repeats_or(self, usual: int) -> int:
-        """Repeats of each measurement."""
         if self.repeats is not None:
             return self.repeats
         return 2 if self.quick else usual
@@ -62,11 +87,10 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Median of all repeats."""
         return median(self.values)
 
     def ratio_to(self, other: Row) -> float:
-        """Median over the repeats of this row's value by the other's in the same repeat."""
+        """Return the median of the ratios within each repeat."""
         return median(mine / its for mine, its in zip(self.values, other.values, strict=True))
 
 
@@ -81,15 +105,14 @@ class Verdict:
 
     @property
     def is_met(self) -> bool:
-        """Whether the measured value is within the limit."""
         return self.measured <= self.limit if self.is_most else self.measured >= self.limit
 
 
 @dataclass
 class Result:
-    """All of one benchmark. `notes` are sentences for people: what the floor is made of.
+    """Everything that one benchmark has measured.
 
-    `is_wide`: the table has a column for each unit instead of lines.
+    `notes` are sentences for people. If it `is_wide`, the table has a column for each unit.
     """
 
     name: str
@@ -100,7 +123,7 @@ class Result:
     is_wide: bool = False
 
     def row(self, case: str, subject: str, unit: str = "") -> Row:
-        """The row of a subject in a case; `unit`, where it has several.
+        """Find the row of a subject in a case; `unit` chooses one of several.
 
         Raises:
             KeyError: there is no such row.
@@ -111,7 +134,7 @@ class Result:
         raise KeyError((case, subject, unit))
 
     def add(self, case: str, subject: str, unit: str, *values: float) -> None:
-        """Values of a row; the first ones make it, behind the other rows of its case."""
+        """Append values to a row. A new row goes behind the other rows of its case."""
         of_case = [at for at, row in enumerate(self.rows) if row.case == case]
         for at in of_case:
             row = self.rows[at]
@@ -122,15 +145,15 @@ class Result:
         self.rows.insert(at, Row(case, subject, unit, values))
 
     def ratio(self, case: str, one: str, other: str, unit: str = "") -> float:
-        """Of two subjects in a case, by repeat; see `row`."""
+        """Compare two subjects in a case; see `Row.ratio_to`."""
         return self.row(case, one, unit).ratio_to(self.row(case, other, unit))
 
     def at_most(self, limit: float, measured: float, budget: str) -> None:
-        """Judge a number that is to be low."""
+        """Judge a number that should be low."""
         self.verdicts.append(Verdict(budget, measured, limit))
 
     def at_least(self, limit: float, measured: float, budget: str) -> None:
-        """Judge a number that is to be high."""
+        """Judge a number that should be high."""
         self.verdicts.append(Verdict(budget, measured, limit, is_most=False))
 
     def to_json(self) -> dict[str, Any]:
@@ -138,16 +161,7 @@ class Result:
         return {
             "benchmark": self.name,
             "summary": self.summary,
-            "rows": [
-                {
-                    "case": row.case,
-                    "subject": row.subject,
-                    "unit": row.unit,
-                    "median": row.median,
-                    "values": list(row.values),
-                }
-                for row in self.rows
-            ],
+            "rows": [{**asdict(row), "median": row.median} for row in self.rows],
             "budgets": [
                 {
                     "budget": verdict.budget,
@@ -203,7 +217,7 @@ def _verdict_line(verdict: Verdict) -> Text:
 
 
 def short(number: float) -> str:
-    """Three or four digits that matter."""
+    """Format a number with three or four significant digits."""
     if number == 0 or 1000 <= abs(number) < 1e15:
         return f"{number:,.0f}"
     if abs(number) >= 100:
@@ -218,14 +232,14 @@ def alternate(
     repeats: int,
     warm_ups: int = 1,
 ) -> list[Row]:
-    """Measure all subjects in turn, again and again.
+    """Let all subjects take turns.
 
     Args:
-        case: what is measured.
-        unit: of what the subjects return.
+        case: name of the measurement.
+        unit: of the values.
         subjects: each measures once and returns the value.
         repeats: rounds that count.
-        warm_ups: rounds before that don't.
+        warm_ups: rounds before them that don't count.
     """
     values: dict[str, list[float]] = {name: [] for name in subjects}
     for number in range(warm_ups + repeats):
@@ -237,7 +251,7 @@ def alternate(
 
 
 def machine() -> dict[str, Any]:
-    """Where it was measured."""
+    """Describe this machine."""
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
@@ -256,7 +270,7 @@ def _cpu_name() -> str:
 
 
 def document(results: Sequence[Result], version: str, date: str) -> dict[str, Any]:
-    """The JSON of a whole run."""
+    """Return the JSON of a whole run."""
     return {
         "raykv": version,
         "date": date,

@@ -1,13 +1,13 @@
-"""`routing`: what it costs a router to place a request: CPU of its own thread.
+"""`routing`: the CPU time of a router's own thread to place a request.
 
-*Remembered*: a conversation's next turn, of which the router knows where the turns before went; it
-neither makes tokens nor asks. All of it is counted, from the body to the note that the first token
-has come, with 64 replicas on 16 nodes that all have had the system prompt. The prompts are as long
-as those of the published traces: 7,000 tokens are the median of conversations, 95,000 of agents.
+*Remembered*: the next turn of a conversation whose earlier turns the router remembers, so that it
+neither tokenizes nor asks the directory. The time covers everything from the body to the note of
+the first token, with 64 replicas on 16 nodes that all have had the system prompt. The prompts are
+as long as those of the published traces: the median is 7,000 tokens for conversations and 95,000
+for agents.
 
-*Asked*: a new prompt of 4096 tokens in blocks of 16, each of which is a chunk; its keys are made,
-too. What is not counted is done by other threads and by the scheduler actor: the tokens and the
-answer.
+*Asked*: a new prompt of 4096 tokens in blocks of 16, each a chunk, whose keys are made as well. The
+tokens and the directory's answer are not counted: other threads and the scheduler actor make them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _measure(
 
 
 class Answering:
-    """Takes the place of the tokenizer and of the directory. `asked`: how often."""
+    """Stands in for the tokenizer and the directory; `asked` counts questions."""
 
     def __init__(self) -> None:
         scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, BLOCK), (ChunkGroup(0, BLOCK),))
@@ -86,7 +86,7 @@ class Answering:
 
 
 class PlacedTurns:
-    """A planner that has sent a system prompt everywhere, and then turns of conversations."""
+    """A planner that has sent a system prompt to every replica, and then conversations."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -102,7 +102,7 @@ class PlacedTurns:
             self._send(PlacedRequest(read_trail(self._body(""))), each)
 
     def remembered_ms(self) -> float:
-        """For the next turn of another conversation."""
+        """Place the next turn of another conversation."""
         talk = self._text(self._length - SYSTEM_TOKENS - TURN)
         first = PlacedRequest(read_trail(self._body(talk)))
         self._send(first, self._random.choice(self._replicas))
@@ -111,7 +111,7 @@ class PlacedTurns:
         return taken
 
     def asked_ms(self) -> float:
-        """For a prompt with nothing that is known, without its tokens and the answer."""
+        """Place a prompt that the router has never seen."""
         self._answers.tokens = prompt(self._random.getrandbits(30), self._length)
         body = json.dumps({"model": "m", "prompt": self._text(self._length)}).encode()
         return self._place_ms(body)
@@ -139,7 +139,7 @@ class PlacedTurns:
 
 
 def _at_once(running: Coroutine[Any, Any, PlacedRequest | Fallback]) -> PlacedRequest | Fallback:
-    """What a coroutine returns that waits for nothing."""
+    """Run a coroutine that never waits."""
     try:
         running.send(None)
     except StopIteration as done:

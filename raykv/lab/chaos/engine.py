@@ -1,10 +1,11 @@
-"""One engine of a chaos run, and the thread that keeps it busy and checks what it says."""
+"""One engine of a chaos run, and the thread that keeps it busy and checks its answers."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from raykv.lab.bench.engine import EngineError, EngineProcess
@@ -17,30 +18,15 @@ PROBE_PAUSE_S = 0.15
 """How long to wait before a probe is repeated, since its store takes a moment, and how often."""
 
 
-def answers_of(output: dict[str, Any]) -> list[ChaosAnswer]:
-    """Answers of `engine_child.Engine.serve`; one that was taken back has no tokens of use."""
-    return [
-        ChaosAnswer(
-            tokens=tuple(each.get("tokens", ())),
-            logprobs=tuple(each.get("logprobs", ())),
-            gaps=tuple(each.get("gaps", ())),
-            reason=each["reason"],
-            cached=each.get("cached", 0),
-            seconds=each.get("seconds", 0.0),
-        )
-        for each in output["outputs"]
-    ]
-
-
 class Worked(threading.Thread):
     """An engine that is asked batch after batch until it is stopped.
 
     Args:
         number: of the engine.
         process: the engine.
-        start: starts it again, after it was killed or its node was replaced.
-        prompts: what a batch's numbers mean.
-        references: their answers by an engine that uses no cache.
+        start: starts the engine again after it was killed or its node was replaced.
+        prompts: by the numbers that batches use.
+        references: the answers of an engine that uses no cache.
         batches: what to ask.
         next_probe: a new number each time, for all engines.
     """
@@ -75,17 +61,19 @@ class Worked(threading.Thread):
     # The fault's side
 
     def hit(self) -> None:
-        """A fault hits the engine itself. If it ends it starts again, and what it was working on is
-        not counted; if it goes on, how long its requests take says nothing.
+        """Note that a fault hits the engine itself.
+
+        If the engine ends, it starts again and its current requests are not counted. If it
+        continues, the duration of its requests is not counted.
         """
         self._is_victim.set()
 
     def restart(self) -> None:
-        """End the engine in good order between two batches, and start it again."""
+        """Stop the engine between two batches, and start it again."""
         self._must_restart.set()
 
     def stop(self, deadline_s: float) -> None:
-        """No further batch; waits for the one under way."""
+        """Ask no further batch; wait for the current one."""
         self._stopping.set()
         self.join(deadline_s)
 
@@ -127,18 +115,12 @@ class Worked(threading.Thread):
         preemptions = int(output["preemptions"])
         self.seen.preemptions += preemptions - self._preemptions
         self._preemptions = preemptions
-        return answers_of(output)
+        return [ChaosAnswer(**each) for each in output["outputs"]]
 
     def _ask(self, batch: AskBatch) -> None:
-        requests = [
-            {
-                "prompt": self._prompts[ask.prompt],
-                "max_tokens": ask.max_tokens,
-                "abort_after_steps": ask.abort_after_steps,
-            }
-            for ask in batch.asks
-        ]
-        answers = self._serve(requests)
+        answers = self._serve(
+            [{**asdict(ask), "prompt": self._prompts[ask.prompt]} for ask in batch.asks]
+        )
         was_victim = self._is_victim.is_set()
         self._is_victim.clear()
         for ask, answer in zip(batch.asks, answers, strict=True):

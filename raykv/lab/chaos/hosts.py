@@ -20,7 +20,7 @@ SLOW_BYTES_PER_S = 256 << 10
 
 
 class HostParts:
-    """See `raykv.lab.chaos.parts.Parts`: a host for each node, and Ray begins anew where it ends.
+    """`Parts` on a host per node; Ray starts again where it ends.
 
     Args:
         num_nodes: how many hosts.
@@ -54,7 +54,7 @@ class HostParts:
         return pid
 
     def lose_raylet(self, number: int) -> bool:
-        """Its service begins it anew, and the engine has to find its way there by itself."""
+        """Kill it; its service starts another one, which the engine has to find by itself."""
         kill(self.raylet(number))
         return False
 
@@ -93,10 +93,9 @@ class HostParts:
             there.set()
 
     def nodes(self) -> list[Mapping[str, Any]]:
-        """As the head's command says it."""
         found: list[Mapping[str, Any]] = self._cluster.raykv(self._hosts[0], "status")["nodes"]
         return found
 
     def end(self, *, is_headless: bool) -> None:
-        """All ends with the hosts; `is_headless` changes nothing."""
+        """End the hosts, and with them everything on them; ignore `is_headless`."""
         self._end.close()

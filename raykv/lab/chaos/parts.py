@@ -23,6 +23,7 @@ from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.chaos.plan import Fault
 from raykv.lab.chaos.report import Process
 from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.lab.waiting import wait
 
 FIND_DEADLINE_S = 30.0
 """For an actor to be there: its next life may be about to begin."""
@@ -30,7 +31,7 @@ FIND_DEADLINE_S = 30.0
 POLL_S = 0.05
 
 LOST_S = 3.0
-"""How long an engine goes on at a node that is gone, before both are replaced."""
+"""How long an engine runs at a node that is gone before both are replaced."""
 
 NODE_ACTOR, SCHEDULER_ACTOR = "NodeActor", "SchedulerActor"
 
@@ -51,19 +52,19 @@ class Parts(Protocol):
         """
 
     def lose_raylet(self, number: int) -> bool:
-        """Kill it, and have another one in its place; whether engines have to start again."""
+        """Kill it and replace it; return whether engines have to start again."""
 
     def gcs(self) -> int:
         """Pid of the cluster's GCS server."""
 
     def afflict(self, fault: Fault) -> AbstractContextManager[None]:
-        """What is wrong with a node's host, until the context ends."""
+        """Disturb a node's host within the context."""
 
     def nodes(self) -> list[Mapping[str, Any]]:
-        """What the cluster's status says of each node."""
+        """The cluster's status of each node."""
 
     def end(self, *, is_headless: bool) -> None:
-        """End all of them. Headless: the GCS is gone, so nothing may be asked through Ray."""
+        """End all of them. If the cluster is headless, ask nothing through Ray: its GCS is gone."""
 
 
 class LocalParts:
@@ -136,24 +137,16 @@ class LocalParts:
 # Actors
 
 
-def node_actor(parts: Parts, number: int) -> int:
-    """Pid of a node's NodeActor, waited for."""
-    return _actor(parts, NODE_ACTOR, [number])
+def actor(parts: Parts, name: str, *nodes: int) -> int:
+    """Wait for an actor on any of these nodes, and return its pid."""
+    found: list[int] = []
 
+    def is_there() -> bool:
+        found.extend(each.pid for number in nodes for each in _actors(parts, number, name))
+        return bool(found)
 
-def scheduler_actor(parts: Parts) -> int:
-    """Pid of the scheduler actor, waited for."""
-    return _actor(parts, SCHEDULER_ACTOR, range(parts.num_nodes))
-
-
-def _actor(parts: Parts, name: str, numbers: range | list[int]) -> int:
-    give_up_at = time.monotonic() + FIND_DEADLINE_S
-    while time.monotonic() < give_up_at:
-        for number in numbers:
-            for process in _actors(parts, number, name):
-                return int(process.pid)
-        time.sleep(POLL_S)
-    raise ClusterError(f"no {name} within {FIND_DEADLINE_S:.0f} s")
+    wait(is_there, f"there is a {name}", POLL_S, FIND_DEADLINE_S)
+    return found[0]
 
 
 def _actors(parts: Parts, number: int, name: str) -> Iterator[psutil.Process]:

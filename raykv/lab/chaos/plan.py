@@ -1,4 +1,4 @@
-"""What a chaos run does, drawn from its seed: faults, and what the engines are asked. Pure.
+"""Faults and requests of a chaos run, drawn from its seed. Pure.
 
 The same seed gives the same faults in the same order, and the same prompts to each engine in the
 same order; how many of them fit into the time depends on the machine.
@@ -42,7 +42,7 @@ PROBE_SEEDS = 1_000_000
 
 
 class FaultKind(StrEnum):
-    """What happens, and to whom."""
+    """What happens to which part of the cluster."""
 
     NODE_ACTOR_KILLED = "NodeActor killed"
     NODE_ACTOR_FROZEN = "NodeActor frozen"
@@ -92,8 +92,8 @@ class FaultKind(StrEnum):
 class Fault:
     """One fault.
 
-    `node` counts the nodes from 0, the head; `lasts_s` is 0 for what is killed. `pause_s` passes
-    before it. With `overlaps` the next one does not wait until this one is mended.
+    Node 0 is the head. `lasts_s` is 0 if something is killed. The run waits `pause_s` before the
+    fault. If it `overlaps`, the next fault does not wait until offloading works again.
     """
 
     number: int
@@ -134,7 +134,7 @@ def _lasts_s(source: random.Random, kind: FaultKind) -> float:
 
 @dataclass(frozen=True)
 class PlannedAsk:
-    """One request: a prompt by its number, and after which share of its tokens it is aborted."""
+    """One request: a prompt by its number, and the step after which it is aborted, if any."""
 
     prompt: int
     max_tokens: int
@@ -150,7 +150,7 @@ class AskBatch:
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Questions about documents: those about one share its beginning."""
+    """Draw questions about documents; questions about the same document share a prefix."""
     found = []
     for number in range(NUM_DOCUMENTS):
         source = random.Random(f"document {seed} {number}")
@@ -162,12 +162,12 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def probe(number: int) -> list[int]:
-    """A prompt that no engine was asked before."""
+    """Draw a prompt that no engine has been asked before."""
     return prompt(PROBE_SEEDS + number, 4 * BLOCK + 7)
 
 
 def batches(seed: int, engine: int, num_prompts: int) -> Iterator[AskBatch]:
-    """What an engine is asked, without end. A few documents are asked for often."""
+    """Draw an engine's requests without end. Most of them are about a few documents."""
     source = random.Random(f"load {seed} {engine}")
     while True:
         asks = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -24,17 +24,18 @@ far has needed: 80 MiB were seen."""
 
 @dataclass(frozen=True)
 class ChaosAnswer:
-    """What came back for one request; `reason` is why it ended, "length" if regularly.
+    """An answer of `ChildEngine.serve`; a request that was aborted has a `reason` alone.
 
-    `gaps`: by how much the logprob of each token is above that of the next best one.
+    `reason` is "length" for a regular end. `gaps`: by how much the logprob of each token is above
+    that of the next best one.
     """
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    gaps: tuple[float, ...]
     reason: str
-    cached: int
-    seconds: float
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    gaps: Sequence[float] = ()
+    cached: int = 0
+    seconds: float = 0.0
 
     def agrees(self, reference: ChaosAnswer) -> bool:
         """Whether it is the beginning of what the reference says, with the same certainty.
@@ -65,8 +66,8 @@ class FaultSeen:
     """A fault, and what became of it.
 
     `loads_again_s`: from its end until every engine had stored a new prompt and loaded it back;
-    `fetches_again_s`: until another node's engine loaded it too. None: not within the deadline, or
-    not waited for.
+    `fetches_again_s`: until another node's engine loaded it too. Both are None if that took longer
+    than the deadline, or if the run did not wait.
     """
 
     number: int
@@ -86,7 +87,7 @@ class FaultSeen:
         )
 
     def line(self) -> str:
-        """When it was, what it was, and what became of it."""
+        """Format the fault and its outcome."""
         parts = [f"{self.at_s:6.0f} s  {self.number:3d}  {self.kind}, node {self.node}"]
         if self.lasts_s:
             parts.append(f"{self.lasts_s:.1f} s")
@@ -103,7 +104,7 @@ class FaultSeen:
 
 @dataclass(kw_only=True)
 class Seen:
-    """What came of requests: those of one engine, or of all."""
+    """Counts and findings of one engine's requests, or of all."""
 
     requests: int = 0
     aborted: int = 0
@@ -117,7 +118,7 @@ class Seen:
     worst_stall_s: float = 0.0
 
     def add(self, other: Seen) -> None:
-        """What another engine has seen; of stalls the worst counts."""
+        """Add another engine's counts; keep the worst stall."""
         for each in fields(Seen):
             mine, more = getattr(self, each.name), getattr(other, each.name)
             is_worst = each.name == "worst_stall_s"
@@ -126,7 +127,7 @@ class Seen:
 
 @dataclass
 class ChaosReport(Seen):
-    """All numbers of a run."""
+    """All counts and findings of a run."""
 
     seed: int
     num_nodes: int
@@ -141,9 +142,7 @@ class ChaosReport(Seen):
     @property
     def grown(self) -> list[str]:
         """Processes that have more memory or descriptors than any of their name had before."""
-        return [*self._grown()]
-
-    def _grown(self) -> Iterator[str]:
+        found = []
         for process in self.after:
             known = [other for other in self.before if other.name == process.name]
             if not known:
@@ -151,13 +150,14 @@ class ChaosReport(Seen):
             fds = process.num_fds - max(other.num_fds for other in known)
             more = process.num_bytes - max(other.num_bytes for other in known)
             if fds > MORE_FDS:
-                yield f"{process.name} ({process.pid}) has {fds} more file descriptors"
+                found.append(f"{process.name} ({process.pid}) has {fds} more file descriptors")
             if more > MORE_BYTES:
-                yield f"{process.name} ({process.pid}) has {more >> 20} MiB more"
+                found.append(f"{process.name} ({process.pid}) has {more >> 20} MiB more")
+        return found
 
     @property
     def problems(self) -> list[str]:
-        """Each in a sentence; none: all is well."""
+        """A sentence for each problem; empty if the run succeeded."""
         found = [f"failed request: {text}" for text in self.failed]
         found += [f"wrong answer: {text}" for text in self.wrong]
         found += [
@@ -180,7 +180,7 @@ class ChaosReport(Seen):
 
 
 def show(report: ChaosReport) -> RenderableType:
-    """A report for people."""
+    """Format the report for a terminal."""
     parts: list[RenderableType] = [_numbers(report)]
     if report.problems:
         parts += [Text(f"✗ {problem}", style="bold red") for problem in report.problems]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,18 +27,19 @@ from raykv.base.errors import ClusterError, SettingError
 from raykv.base.extras import require
 from raykv.base.geometry import aligned
 from raykv.lab.bench.engine import EngineProcess, started_together
-from raykv.lab.chaos.engine import Worked, answers_of
+from raykv.lab.chaos.engine import Worked
 from raykv.lab.chaos.hosts import HostParts
 from raykv.lab.chaos.parts import (
+    NODE_ACTOR,
+    SCHEDULER_ACTOR,
     LocalParts,
     Parts,
+    actor,
     actors,
     frozen,
     kill,
     mappings,
     measured,
-    node_actor,
-    scheduler_actor,
     shared_memory,
 )
 from raykv.lab.chaos.plan import BLOCK, MAX_TOKENS, Fault, FaultKind, batches, faults, prompts
@@ -47,6 +47,7 @@ from raykv.lab.chaos.report import ChaosAnswer, ChaosReport, FaultSeen, Process,
 from raykv.lab.chaos.watch import ChaosWatch
 from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.lab.hosts.network import objection
+from raykv.lab.json_file import json_file, write_json
 
 CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
 """Of the tiny model: four layers, keys and values, two heads of 64 floats of 4 bytes."""
@@ -74,7 +75,7 @@ HEADLESS_S = 75.0
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What `raykv chaos` was asked for."""
+    """Options of `raykv chaos`."""
 
     seconds: float
     seed: int
@@ -86,7 +87,7 @@ class ChaosOptions:
 
 
 def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = None) -> int:
-    """Kill and freeze parts of a cluster under load, and say what that did.
+    """Kill and freeze parts of a cluster under load, and report what happened.
 
     Returns:
         0, or 1 if a request failed, an answer was wrong, offloading did not come back, or
@@ -101,8 +102,7 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
             raise SettingError(f"the fault '{named(kind)}' needs hosts: --hosts 2")
     if options.on_hosts and (reason := objection()):
         raise SettingError(f"--hosts {options.num_nodes}: {reason}")
-    if json_path is not None and not json_path.parent.is_dir():
-        raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
+    json_file(json_path)
     in_shm = shared_memory()
     report = ChaosReport(options.seed, options.num_nodes)
     with ExitStack() as stack:
@@ -111,8 +111,7 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
     if not options.on_hosts:
         report.left_over += [f"/dev/shm/{name}" for name in sorted(shared_memory() - in_shm)]
     console.print(show(report))
-    if json_path is not None:
-        json_path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    write_json(json_path, report.as_json())
     return report.exit_code
 
 
@@ -148,7 +147,7 @@ class _Chaos:
         self._probes = itertools.count()
 
     def run(self) -> None:
-        """Start engines, let the faults happen, count."""
+        """Start engines, cause the faults, and count."""
         self._say(f"starting {self._options.num_nodes} engines: a minute or two")
         self._start_engines()
         for engine in self._engines:
@@ -171,11 +170,11 @@ class _Chaos:
             self._report.add(engine.seen)
 
     def _say(self, line: str) -> None:
-        """What goes on; a status is seen on terminals alone."""
+        """Print progress; a status shows on terminals only."""
         self._console.print(line, style="dim", highlight=False)
 
     def _faults(self, began: float) -> Iterator[Fault]:
-        """The faults for which there is time; after the last one, wait until all works again."""
+        """Yield faults until time is up; after the last one, wait until offloading works again."""
         give_up_at = began + self._options.seconds
         options = self._options
         kinds = options.kinds or tuple(
@@ -215,7 +214,7 @@ class _Chaos:
             "pool_bytes": POOL_CHUNKS * CHUNK_BYTES,
             "disk_bytes": DISK_CHUNKS * CHUNK_BYTES,
             "disk_free_bytes": 1,
-            # However fast this model computes: what is wanted is that it fetches.
+            # Even where this small model computes faster.
             "always_fetch": True,
             "stop_unused_stores": False,
         }
@@ -231,13 +230,14 @@ class _Chaos:
         )
 
     def _references(self, engine: EngineProcess, texts: list[list[int]]) -> list[ChaosAnswer]:
-        """What an engine says that neither loads nor stores, one prompt at a time."""
+        """Return the answers of an engine that neither loads nor stores, one prompt at a time."""
         found = []
         for text in texts:
             engine.reset()
             requests = [{"prompt": text, "max_tokens": MAX_TOKENS}]
             params = {"raykv_load": False, "raykv_store": False}
-            found += answers_of(engine.call("serve", requests=requests, params=params))
+            (answer,) = engine.call("serve", requests=requests, params=params)["outputs"]
+            found.append(ChaosAnswer(**answer))
         engine.reset()
         return found
 
@@ -277,9 +277,9 @@ class _Chaos:
     def _victim(self, fault: Fault) -> int:
         match fault.kind:
             case FaultKind.NODE_ACTOR_KILLED | FaultKind.NODE_ACTOR_FROZEN:
-                return node_actor(self._parts, fault.node)
+                return actor(self._parts, NODE_ACTOR, fault.node)
             case FaultKind.SCHEDULER_ACTOR_KILLED | FaultKind.SCHEDULER_ACTOR_FROZEN:
-                return scheduler_actor(self._parts)
+                return actor(self._parts, SCHEDULER_ACTOR, *range(self._parts.num_nodes))
             case FaultKind.RAYLET_FROZEN:
                 return self._parts.raylet(fault.node)
             case FaultKind.ENGINE_FROZEN:
@@ -329,7 +329,7 @@ class _Chaos:
             self._count_mappings(number)
 
     def _lose_head(self, began: float) -> None:
-        """The cluster is gone for good: engines go on without it."""
+        """Kill the GCS for good, and let engines run without it."""
         seen = FaultSeen(
             len(self._report.faults), "GCS killed, for good", 0, 0.0, time.monotonic() - began
         )
@@ -341,7 +341,7 @@ class _Chaos:
         self._check_threads()
 
     def _count_mappings(self, number: int) -> None:
-        """A NodeActor has its pool, and what its one engine shares with it."""
+        """Report memory that a NodeActor maps more than once."""
         names = mappings(self._parts, number)
         extra = [name for name in set(names) if names.count(name) > 1]
         self._report.left_over += [
@@ -355,7 +355,7 @@ class _Chaos:
 
 
 def kinds_named(names: Sequence[str]) -> tuple[FaultKind, ...]:
-    """Kinds of faults by name, like "node-actor-killed".
+    """Look up kinds of faults by name, like "node-actor-killed".
 
     Raises:
         SettingError: there is no such kind.
@@ -368,5 +368,5 @@ def kinds_named(names: Sequence[str]) -> tuple[FaultKind, ...]:
 
 
 def named(kind: FaultKind) -> str:
-    """A kind as the command line has it."""
+    """The name of a kind on the command line."""
     return kind.name.lower().replace("_", "-")

@@ -1,4 +1,4 @@
-"""Whether offloading works, as engines see it: prompts that no engine was asked before.
+"""Whether offloading works as engines see it, measured with prompts that are new to all of them.
 
 An engine computes and stores a probe, drops vLLM's own prefix cache, and asks again until the
 answer comes out of RayKV. Then engines of other nodes ask for it too, and have to fetch it.
@@ -41,20 +41,20 @@ class ChaosWatch:
         self._asked: set[tuple[int, int]] = set()
 
     def loaded(self, stored: Stored) -> None:
-        """An engine has stored a probe and loaded it back."""
+        """Note that an engine has stored a probe and loaded it back."""
         with self._lock:
             self._loads.setdefault(stored.engine, time.monotonic() - self._began_at)
             self._stored.append(stored)
             self._lock.notify_all()
 
     def fetched(self, engine: int) -> None:
-        """An engine had a probe of another node out of a cache."""
+        """Note that an engine loaded another node's probe."""
         with self._lock:
             self._fetches.setdefault(engine, time.monotonic() - self._began_at)
             self._lock.notify_all()
 
     def to_fetch(self, engine: int) -> Stored | None:
-        """The newest probe of another node that this engine was not asked yet."""
+        """Return the newest probe of another node that this engine has not been asked yet."""
         with self._lock:
             if engine in self._fetches:
                 return None
@@ -67,19 +67,19 @@ class ChaosWatch:
 
     @property
     def loads_again_s(self) -> float | None:
-        """Seconds until the last engine loaded; None: not all have."""
+        """Seconds until the last engine loaded; None if some have not."""
         return self._last(self._loads)
 
     @property
     def fetches_again_s(self) -> float | None:
-        """Seconds until the last engine fetched; None: not all have."""
+        """Seconds until the last engine fetched; None if some have not."""
         return self._last(self._fetches)
 
     def _last(self, times: dict[int, float]) -> float | None:
         return max(times.values()) if len(times) == self._num_engines else None
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait until all works, at most this long."""
+        """Wait until all engines have loaded and fetched; return whether they have."""
         with self._lock:
             return self._lock.wait_for(
                 lambda: self.fetches_again_s is not None and self.loads_again_s is not None,

@@ -5,7 +5,6 @@ run_demo ── asks ──► vLLM + RayKV ──► DemoAsk ──► DemoRepo
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,18 +14,18 @@ from typing import Any
 
 from rich.console import Console
 
-from raykv.base.errors import SettingError
 from raykv.base.extras import require
 from raykv.base.settings import load_settings
 from raykv.client.cluster import Cluster, connect
-from raykv.cluster.ask import end_node_actor, find_scheduler_actor
+from raykv.cluster.ask import find_scheduler_actor
 from raykv.cluster.join import ensure_cluster, stop_started
 from raykv.lab.bench.engine import EngineProcess, all_cores_but_one
 from raykv.lab.demo.prompts import document_prompts, random_prompts
 from raykv.lab.demo.report import show
 from raykv.lab.demo.session import DemoSession, Setup
 from raykv.lab.demo.tiny_llama import tiny_llama
-from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.lab.hosts.local_nodes import local_node
+from raykv.lab.json_file import json_file, write_json
 from raykv.prompts.tokens import load_tokenizer
 from raykv.serve.models import SMOLLM2_NAME, cache_root, smollm2
 
@@ -35,11 +34,11 @@ def run_demo(
     *,
     tiny: bool,
     json_path: Path | None,
-    rounds: int = 3,
-    nodes: int = 1,
+    rounds: int,
+    nodes: int,
     ray_address: str | None,
     pool_bytes: str | None,
-    note_actors: Callable[[str], None] = lambda _address: None,
+    note_actors: Callable[[str], None],
 ) -> int:
     """Serve a model with RayKV, ask it questions in rounds, and print what that took.
 
@@ -65,8 +64,7 @@ def run_demo(
         RayKVError: The settings, the model, the cluster or the engine are not fit for the demo.
     """
     require("raykv demo", "vllm")
-    if json_path and not json_path.parent.is_dir():
-        raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
+    json_file(json_path)
     raykv = {"ray_address": ray_address, "pool_bytes": pool_bytes}
     raykv = {name: value for name, value in raykv.items() if value is not None}
     load_settings(raykv)
@@ -85,8 +83,7 @@ def run_demo(
         start_other = engines.start_elsewhere if nodes > 1 else None
         report = DemoSession(setup, engine, start_other, cluster).run(rounds, console)
     console.print(show(report))
-    if json_path:
-        json_path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    write_json(json_path, report.as_json())
     return report.exit_code
 
 
@@ -167,9 +164,7 @@ class DemoEngines:
     def start_elsewhere(self) -> EngineProcess:
         """One more Ray node on this host, and an engine on it.
 
-        It always fetches: that is what is shown, even if computing were faster.
+        It always fetches, even where computing is faster: the demo shows fetches.
         """
-        node = add_local_node(self.raykv["ray_address"])
-        self.stack.callback(node.stop)
-        self.stack.callback(end_node_actor, node.node_id)
-        return self.start(node_id=node.node_id, always_fetch=True)
+        node_id = self.stack.enter_context(local_node(self.raykv["ray_address"]))
+        return self.start(node_id=node_id, always_fetch=True)

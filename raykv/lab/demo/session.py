@@ -23,7 +23,7 @@ from raykv.lab.demo.prompts import Prompt, Step, other_node_steps, schedule
 from raykv.lab.demo.report import PHASE_TITLES, DemoAsk, DemoReport, DemoTokens, Phase, show_ask
 
 _HEARTBEAT_S = 1.2
-"""Loads alone reach the counts with a NodeActor's next heartbeat."""
+"""Counts of loads arrive with a NodeActor's next heartbeat."""
 
 _SHORT_TOKENS = 8
 """Too few to be cached."""
@@ -61,7 +61,7 @@ class DemoSession:
     Args:
         setup: What the engines run.
         engine: The one that computes.
-        start_other: Starts an engine on another node, which knows nothing yet; None: there is one
+        start_other: Starts an engine on another node, whose pool is empty; None if there is one
             node only.
         cluster: For RayKV's counts.
     """
@@ -120,7 +120,7 @@ class DemoSession:
             progress.advance(progress.task_ids[0])
 
     def _ask(self, engine: EngineProcess, step: Step) -> DemoAsk:
-        """Ask once; says where the tokens of the prompt came from."""
+        """Ask once."""
         prompt = step.prompt
         before = _sources(engine)
         params = {"raykv_load": False} if step.phase is Phase.RECOMPUTE else None
@@ -173,7 +173,7 @@ class DemoSession:
 
 
 def _sources(engine: EngineProcess) -> DemoTokens:
-    """Where tokens came from since the engine has started."""
+    """Count where the tokens of prompts came from since the engine started."""
     counters = engine.call("counters")
     return DemoTokens(
         **{
@@ -189,7 +189,6 @@ def _short(prompt: Prompt) -> tuple[int, ...]:
 
 
 def _progress(console: Console) -> Progress:
-    """What a person sees while the asks are made."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -202,5 +201,4 @@ def _progress(console: Console) -> Progress:
 
 
 def _say(progress: Progress, sentence: str) -> None:
-    """What is being done now."""
     progress.update(progress.task_ids[0], description=sentence)

@@ -1,4 +1,4 @@
-"""Further Ray nodes on this host: for trying out on one machine what belongs on several."""
+"""Further Ray nodes on this host, to try on one machine what is meant for several."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError
+from raykv.cluster.ask import end_node_actor
 from raykv.cluster.join import (
     AUTH_MODE,
     RAY_START_S,
@@ -47,7 +50,7 @@ def add_local_node(
 ) -> LocalNode:
     """Start one more Ray node on this host, in a process group of its own; joins the cluster.
 
-    `resources` are custom ones, which it has beside this host's.
+    `resources` are custom ones, in addition to this host's.
 
     Raises:
         ClusterError: it did not start.
@@ -73,6 +76,16 @@ def add_local_node(
         stop_group(starter.pid)
         output.seek(0)
         raise ClusterError(f"no further Ray node started: {output.read().strip()[-2000:]}")
+
+
+@contextmanager
+def local_node(address: str, **options: Any) -> Iterator[str]:
+    """Start a node as `add_local_node` does, and return its id; it ends with the context."""
+    node = add_local_node(address, **options)
+    with ExitStack() as stack:
+        stack.callback(node.stop)
+        stack.callback(end_node_actor, node.node_id)
+        yield node.node_id
 
 
 def _alive() -> set[str]:

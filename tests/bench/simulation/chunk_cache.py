@@ -39,7 +39,7 @@ class ChunkCache:
         return leading(self.has(chunks))
 
     def put(self, chunks: Chunks) -> None:
-        """Use chunks; those that are not here come in."""
+        """Use chunks, and insert those that are missing."""
         if not len(chunks):
             return
         self._clock += len(chunks)
@@ -54,7 +54,7 @@ class ChunkCache:
         self.held += missing
 
     def make_room(self, number: int) -> bool:
-        """Whether so many more chunks have room, after giving up what was not used for longest."""
+        """Evict the least recently used chunks; return whether this many more have room now."""
         excess = self.held + self.reserved + number - self.capacity
         if excess <= 0:
             return True

@@ -31,19 +31,19 @@ DIE, DRAIN, JOIN = "die", "drain", "join"
 
 @dataclass(frozen=True)
 class Change:
-    """At a share of the time in which requests come, something happens to one replica."""
+    """Something that happens to one replica, at a share of the time in which requests come."""
 
     at: float
     what: str
 
 
 CHURN = (Change(0.3, DIE), Change(0.4, JOIN), Change(0.5, DRAIN), Change(0.6, JOIN))
-"""What happens to a cluster whose replicas come and go."""
+"""Changes of a cluster whose replicas come and go."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What became of all requests of a run; seconds to the first tokens in their order."""
+    """The outcome of a run; `waits_s` are the times to the first token, by request."""
 
     waits_s: Sequence[float]
     computed: int
@@ -174,7 +174,7 @@ class SimCluster:
         self._replicas[name].arrive(Job(request, number), self.now)
 
     def _step(self, running: Coroutine[Any, Any, None]) -> None:
-        """Go on with what may pause."""
+        """Run a coroutine until its next pause."""
         try:
             pause = running.send(None)
         except StopIteration:

@@ -1,4 +1,4 @@
-"""What steps and transfers take: one model on one kind of GPU, from published numbers.
+"""Durations of steps and transfers: one model on one kind of GPU, from published numbers.
 
 The model is Qwen2.5-7B-Instruct-1M, since agents' prompts have up to 900,000 tokens: 7.6 billion
 parameters, 28 layers, 28 heads and 4 KV heads of 128 (its `config.json`), so that a token has
@@ -56,10 +56,12 @@ class Hardware:
     """A chunk from the node's disk: an NVMe drive of PCIe 4."""
 
     def prefill_s(self, begin: int, num_tokens: int) -> float:
-        """To compute so many tokens of a prompt behind its first `begin` ones."""
+        """Return the time to compute tokens of a prompt behind its first `begin` ones."""
         before = begin + num_tokens / 2
         return num_tokens * (self.token_s + self.attention_s * before)
 
     def decoding_s(self, num_sequences: int, context: float) -> float:
-        """What the next token of so many sequences adds to a step; `context`: all their tokens."""
+        """Return the time that the next tokens of sequences add to a step; `context` is the sum of
+        their tokens.
+        """
         return num_sequences * self.decode_s + context * self.read_s

@@ -71,7 +71,7 @@ class NodeNet:
         return self.nodes[name]
 
     def find(self, chunks: Chunks) -> FoundPrompt:
-        """What the directory answers."""
+        """Answer as the directory does."""
         anywhere = np.zeros(len(chunks), np.bool_)
         on_nodes = {}
         for node in self.nodes.values():
@@ -83,7 +83,7 @@ class NodeNet:
         return FoundPrompt(on_nodes, leading(anywhere) * TOKENS)
 
     def load(self, name: str, gpu: Wire, chunks: Chunks, begin: int, now: float) -> Loaded:
-        """Get what can be got of a prompt's chunks behind the first `begin` ones.
+        """Load the available chunks of a prompt behind the first `begin` ones.
 
         First what is on the node, then what one other node has of the rest, if it comes earlier
         than it would be computed.

@@ -54,7 +54,7 @@ class Events:
 
 @dataclass
 class _Steps:
-    """Steps under way: so many, of the same length each, from `began` on."""
+    """Current steps, all of the same length, from `began` on."""
 
     began: float
     step_s: float
@@ -193,7 +193,7 @@ class SimReplica:
         self.cache.unpin(request.chunks)
 
     def _admit(self, now: float) -> None:
-        """Take in what has room, in order; what has parts elsewhere loads them first."""
+        """Admit jobs in order while there is room; jobs with chunks elsewhere load them first."""
         while self._waiting:
             running = len(self._loading) + len(self._computing) + len(self._decoding)
             tokens = sum(job.request.num_tokens - job.done for job in self._computing)

@@ -1,4 +1,4 @@
-"""The routers that are compared: what decides in each is the code that decides in Serve.
+"""The routers that are compared; each decides with the code that Serve uses.
 
 "kv" is RayKV's own planner, driven as its event loop would drive it, with a directory that answers
 late; "prefix" has Ray's own prefix tree, with Ray's rules around it, written down again since Ray
@@ -7,10 +7,11 @@ has them in an actor's client. Ray's other two are a line each.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Generator, Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from tests.bench.simulation.chunk_cache import Chunks
 from tests.bench.simulation.hardware import TOKENS
 from tests.bench.simulation.workload import SimRequest
 
+MATCH_RATE = 0.1
+"""Ray's default of `match_rate_threshold`."""
+
 GROUP = ChunkGroup(0, TOKENS)
 
 
@@ -43,31 +47,28 @@ class Pause:
         yield self
 
 
-class SimRouter(Protocol):
-    """Chooses a replica for each request."""
+class SimRouter(ABC):
+    """Chooses a replica for each request. By default it takes no notice of anything else."""
 
-    def route(self, number: int, request: SimRequest, replicas: Replicas) -> Awaitable[str]:
-        """The name of one of those that there are then."""
-        ...
+    @abstractmethod
+    async def route(self, number: int, request: SimRequest, replicas: Replicas) -> str:
+        """Return the name of one of the current replicas."""
 
-    def began(self, number: int) -> None:
-        """A request has its first token."""
-        ...
+    def began(self, number: int) -> None:  # noqa: B027
+        """Note that a request has its first token."""
 
-    def ended(self, number: int) -> None:
-        """A request has ended, or its replica has."""
-        ...
+    def ended(self, number: int) -> None:  # noqa: B027
+        """Note that a request or its replica has ended."""
 
-    def keep(self, names: Collection[str]) -> None:
-        """These replicas take requests now."""
-        ...
+    def keep(self, names: Collection[str]) -> None:  # noqa: B027
+        """Note which replicas take requests from now on."""
 
 
 Replicas = Callable[[], Sequence[Candidate]]
-"""Those that take requests now, with what waits or runs there."""
+"""Returns the replicas that take requests now, with their loads."""
 
 
-class SimRoundRobin:
+class SimRoundRobin(SimRouter):
     """Replicas take turns."""
 
     def __init__(self) -> None:
@@ -78,15 +79,6 @@ class SimRoundRobin:
         names = sorted(each.name for each in replicas())
         self._turn += 1
         return names[self._turn % len(names)]
-
-    def began(self, number: int) -> None:
-        """Nothing."""
-
-    def ended(self, number: int) -> None:
-        """Nothing."""
-
-    def keep(self, names: Collection[str]) -> None:
-        """Nothing."""
 
 
 class SimPowerOfTwo(SimRoundRobin):
@@ -111,14 +103,13 @@ class SimPrefixTree(SimPowerOfTwo):
     Args:
         seed: of what is drawn.
         imbalance: `imbalanced_threshold`; Ray's default is never.
-        match_rate: `match_rate_threshold`.
     """
 
-    def __init__(self, seed: int, imbalance: float = float("inf"), match_rate: float = 0.1) -> None:
+    def __init__(self, seed: int, imbalance: float = float("inf")) -> None:
         from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
         super().__init__(seed)
-        self._imbalance, self._match_rate = imbalance, match_rate
+        self._imbalance = imbalance
         self._tree: Any = PrefixTree()
         self._clock = 0.0
 
@@ -140,7 +131,7 @@ class SimPrefixTree(SimPowerOfTwo):
         if not text or max(loads.values()) - min(loads.values()) > self._imbalance:
             return self._of_two(there)
         matched, tenants = self._tree.prefix_match(text, list(loads))
-        if len(matched) / len(text) < self._match_rate:
+        if len(matched) / len(text) < MATCH_RATE:
             tenants = self._tree.get_smallest_tenants()
         if not tenants:
             return self._of_two(there)
@@ -173,21 +164,9 @@ class SimHasher:
         return SimKeys(int(prompt.tokens[0]), {GROUP: keys}, chunks)
 
 
-class SimRenderer:
-    """The prompt of the request that a body names by its number."""
-
-    def __init__(self, requests: Sequence[SimRequest]) -> None:
-        self._requests = requests
-
-    async def render(self, request: HttpRequest) -> list[PromptTokens] | Fallback:
-        """See `raykv.serve.router.planner.RoutePlanner`."""
-        asked = self._requests[int(request.body)]
-        return [PromptTokens([asked.num_tokens, *asked.chunks.tolist()], PLAIN)]
-
-
 class SimDirectory:
-    """Answers after a delay, with what was so when it was asked; with a router's deadline and
-    breaker before it.
+    """Answers after a delay, with the state at the time of the question, behind a router's deadline
+    and breaker.
     """
 
     def __init__(
@@ -211,7 +190,7 @@ class SimDirectory:
         return found
 
 
-class SimKVRouter:
+class SimKVRouter(SimRouter):
     """The policy "kv"."""
 
     def __init__(
@@ -221,8 +200,14 @@ class SimKVRouter:
         clock: Callable[[], float],
     ) -> None:
         trails = [_trail(each) for each in requests]
+
+        async def render(request: HttpRequest) -> list[PromptTokens] | Fallback:
+            """Return the prompt of the request that a body names by its number."""
+            asked = requests[int(request.body)]
+            return [PromptTokens([asked.num_tokens, *asked.chunks.tolist()], PLAIN)]
+
         self._planner = RoutePlanner(
-            SimRenderer(requests).render,
+            render,
             directory,
             RouteSettings(),
             clock,

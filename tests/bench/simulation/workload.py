@@ -27,7 +27,7 @@ from tests.bench.simulation.chunk_cache import ChunkCache, Chunks
 from tests.bench.simulation.hardware import TOKENS, Hardware
 
 TRACED_SESSIONS, AGENTS = 20, 60
-"""That go on at once for each replica: with their own pauses, about what it can serve."""
+"""Concurrent sessions per replica: with their own pauses, about as many as it can serve."""
 
 MOST_PAUSE_S = 300.0
 """Between two turns: who pauses for longer does not come back."""
@@ -117,7 +117,7 @@ class _Numbers:
         return len(self._numbers)
 
     def chunks(self, names: Sequence[Any], num_tokens: int) -> Chunks:
-        """Of a prompt, without those that are computed in any case."""
+        """Return the chunks of a prompt, without those that are always computed."""
         numbers = self._numbers
         usable = names[: max(0, num_tokens - 1) // TOKENS]
         return np.fromiter((numbers.setdefault(n, len(numbers)) for n in usable), np.int64)
@@ -143,7 +143,7 @@ def _in_order(rows: Sequence[Any]) -> Workload:
 
 @dataclass(frozen=True)
 class Turn:
-    """One of a session: how long after the one before it comes, and what it asks."""
+    """A turn of a session: its pause after the one before, and its request."""
 
     pause_s: float
     num_tokens: int
@@ -186,7 +186,7 @@ def _of_sessions(rows: Sequence[Any], num_requests: int, num_replicas: int, seed
 def interleave(
     session: Callable[[int], Sequence[Turn]], num_requests: int, alive: int, random: Random
 ) -> Workload:
-    """The first requests, while so many sessions go on at once; `session` makes one by number."""
+    """Return the first requests of `alive` concurrent sessions; `session` makes one by number."""
     numbers, requests = _Numbers(), list[SimRequest]()
     started = 0
     due: list[tuple[float, int, _Alive]] = []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
+
+from raykv.lab.bench.engine import EngineProcess
+from tests.bench import __main__ as command
 
 
 @pytest.mark.parametrize(
@@ -21,14 +24,14 @@ import pytest
         ("pool claims", "claims goes with neither"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: str, words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", *arguments.split()],
-        capture_output=True,
-        text=True,
-        timeout=60.0,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, words: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tests.bench", *arguments.split()])
+    monkeypatch.setattr(command, "ending_what_it_starts", nullcontext)
+    # The command sets it for the rest of its process.
+    monkeypatch.setattr(EngineProcess, "launch", EngineProcess.launch)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

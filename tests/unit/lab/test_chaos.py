@@ -52,7 +52,7 @@ def test_prompts_share_beginnings_and_probes_share_none() -> None:
 def answer(
     tokens: list[int], logprobs: list[float], gaps: list[float] | None = None
 ) -> ChaosAnswer:
-    return ChaosAnswer(tuple(tokens), tuple(logprobs), tuple(gaps or [1.0] * 3), "length", 0, 0.1)
+    return ChaosAnswer("length", tokens, logprobs, gaps or [1.0] * 3)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -44,6 +45,10 @@ with ending_what_it_starts():
 """
 
 
+ENDS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGHUP: 129, None: 3}
+"""Exit codes by the signal that a command gets; without one it fails by itself."""
+
+
 class Run:
     """A command, and what it has started: an engine, a daemon, and a child of that one."""
 
@@ -54,6 +59,9 @@ class Run:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.started: list[psutil.Process] = []
+
+    def wait_until_watched(self) -> None:
         assert self.command.stdout is not None
         self.started = [psutil.Process(int(self.command.stdout.readline())) for _ in range(3)]
         wait_until(lambda: sum(map(is_titled, self.started)) == 2, ENDS_S, "engines have titles")
@@ -65,9 +73,13 @@ class Run:
         before = warden.num_ctx_switches().voluntary
         return lambda: warden.num_ctx_switches().voluntary > before + 2
 
-    def left(self) -> list[psutil.Process]:
-        """What has not ended in time."""
-        return psutil.wait_procs(self.started, timeout=ENDS_S)[1]
+    def end(self, signum: signal.Signals | None) -> None:
+        if signum is not None:
+            self.command.send_signal(signum)
+        else:
+            assert self.command.stdin is not None
+            self.command.stdin.write("3\n")
+            self.command.stdin.flush()
 
     def close(self) -> None:
         self.command.kill()
@@ -81,27 +93,24 @@ def is_titled(process: psutil.Process) -> bool:
     return Path(f"/proc/{process.pid}/cmdline").read_text().startswith("engine")
 
 
-@pytest.fixture
-def run() -> Iterator[Run]:
-    run = Run()
-    yield run
-    run.close()
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[signal.Signals | None, Run]]:
+    """All at once, since each takes seconds; each is ended in its own way."""
+    with ExitStack() as stack:
+        runs = {how: stack.enter_context(closing(Run())) for how in ENDS}
+        for run in runs.values():
+            run.wait_until_watched()
+        for how, run in runs.items():
+            run.end(how)
+        yield runs
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_all_that_a_command_has_started_ends_with_it(run: Run, signum: signal.Signals) -> None:
-    run.command.send_signal(signum)
-    code = run.command.wait(ENDS_S)
-    assert code == (-signum if signum is signal.SIGKILL else 128 + signum)
-    assert run.left() == []
-
-
-def test_command_that_fails_and_leaves_engines_behind_is_tidied_up(run: Run) -> None:
-    assert run.command.stdin is not None
-    run.command.stdin.write("3\n")
-    run.command.stdin.flush()
-    assert run.command.wait(ENDS_S) == 3
-    assert run.left() == []
+@pytest.mark.parametrize("how", ENDS)
+def test_all_that_a_command_has_started_ends_with_it(
+    runs: dict[signal.Signals | None, Run], how: signal.Signals | None
+) -> None:
+    assert runs[how].command.wait(ENDS_S) == ENDS[how]
+    assert psutil.wait_procs(runs[how].started, timeout=ENDS_S)[1] == []
 
 
 def test_environment_and_handlers_are_as_before_afterwards() -> None:

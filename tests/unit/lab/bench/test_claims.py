@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from raykv.base.errors import ClusterError, RayKVError, SettingError
+from raykv.lab.bench import gpu
 from raykv.lab.bench.claims import PublishedClaim, judge, ratio, run_claims, show
 from raykv.lab.bench.command import BENCHMARKS, Benchmark
 from raykv.lab.bench.engine import EngineError
@@ -17,6 +18,13 @@ from raykv.lab.bench.report import Options, Result, Row
 from tests.bench import footprint, scale
 from tests.bench.__main__ import HERE
 from tests.bench.claims import CLAIMS
+
+
+@pytest.fixture(autouse=True)
+def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for it imports torch."""
+    monkeypatch.setattr(gpu, "card_name", str)
+
 
 OURS, THEIRS = Row("case", "ours", "s", (2.0, 4.0)), Row("case", "theirs", "s", (4.0, 4.0))
 ROWS = Result("it", "", [OURS, THEIRS])
@@ -67,11 +75,14 @@ def test_claim_whose_benchmark_fails_does_not_hold(found: Result | RayKVError, w
 @pytest.mark.parametrize(
     ("card", "holds"), [("NVIDIA H200", False), ("NVIDIA H100 80GB HBM3", None), ("", None)]
 )
-def test_claim_of_a_card_is_judged_on_that_card_alone(card: str, holds: bool | None) -> None:
+def test_claim_of_a_card_is_judged_on_that_card_alone(
+    monkeypatch: pytest.MonkeyPatch, card: str, holds: bool | None
+) -> None:
+    monkeypatch.setattr(gpu, "card_name", lambda: card)
     of_card = replace(claim(0.1), where="H200")
     (judged,) = judge([of_card], {"it": ROWS}, card)
     assert judged.holds is holds
-    code = run_claims(Options(), None, [of_card], {"it": Measured("it", "")}, card=card)
+    code = run_claims(Options(), None, [of_card], {"it": Measured("it", "")})
     assert code == (holds is False)
 
 

@@ -23,7 +23,6 @@ from raykv.lab.bench.client import (
     RANDOM,
     TIMED_TRACE,
     TRACED_TOKENS,
-    chosen_systems,
     environment,
     loads,
     played,
@@ -32,6 +31,7 @@ from raykv.lab.bench.client import (
     server,
     summed,
     sweep,
+    systems_here,
     whole_conversations,
 )
 from raykv.lab.bench.report import Options
@@ -93,10 +93,6 @@ def test_trace_is_played_with_lengths_divided_at_the_rate_without_what_is_too_lo
         (None, "can't be read"),
         ('{"hash_ids": [1]}', "line 1: must have `hash_ids`, a list, and the numbers"),
         (
-            '{"hash_ids": [[1]], "timestamp": 0, "input_length": 200, "output_length": 1}',
-            "line 1: must have `hash_ids`, a list of numbers or strings",
-        ),
-        (
             '{"hash_ids": [1], "timestamp": 0, "input_length": 200000, "output_length": 1}',
             "at most 131,072 tokens",
         ),
@@ -138,10 +134,10 @@ def test_servers_differ_by_their_cache_alone(tmp_path: Path) -> None:
 
 
 def test_native_offloading_is_left_out_on_a_cpu_and_refused_if_it_is_named() -> None:
-    assert chosen_systems([], is_cpu=True) == ["plain", "raykv"]
-    assert chosen_systems([], is_cpu=False) == ["plain", "native", "raykv"]
+    assert systems_here(Options(), is_cpu=True) == ["plain", "raykv"]
+    assert systems_here(Options(), is_cpu=False) == ["plain", "native", "raykv"]
     with pytest.raises(SettingError, match="needs a GPU"):
-        chosen_systems(["native"], is_cpu=True)
+        systems_here(Options(systems=("native",)), is_cpu=True)
 
 
 def test_all_servers_on_a_cpu_have_the_same_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +161,14 @@ def test_client_that_fails_says_so_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('refused')"]
     logs = tmp_path / "logs"
     with pytest.raises(ClusterError, match=r"(?s)status 1.*refused"):
-        run_sweep(command, os.environ, tmp_path / "sweep.log", 30.0, logs)
+        run_sweep(command, os.environ, tmp_path / "sweep.log", 30.0, Options(logs=logs))
     assert "refused" in (logs / "sweep.log").read_text()
 
 
 def test_client_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     with pytest.raises(ClusterError, match=r"timed out after 0\."):
-        run_sweep(command, os.environ, tmp_path / "sweep.log", 0.2, None)
+        run_sweep(command, os.environ, tmp_path / "sweep.log", 0.2, Options())
 
 
 def write(folder: Path, system: str, load: str, repeat: int, **told: Any) -> None:
@@ -253,25 +249,6 @@ def test_conversations_are_the_same_for_the_same_seed() -> None:
     assert len({str(whole_conversations(TRACE, 1, 9999, seed)) for seed in range(20)}) > 1
 
 
-def test_scaled_requests_are_shorter_and_come_at_the_rate() -> None:
-    rows = scaled(TRACE, 32, 2.0, 0)
-    assert [row["input_length"] for row in rows] == [31, 46, 18, 78, 21, 62]
-    assert {row["output_length"] for row in rows} == {1}
-    times = [row["timestamp"] for row in rows]
-    assert times[0] == 0
-    assert times[-1] == 3.0
-    assert times[1] == pytest.approx(0.6)
-
-
 def test_chunks_of_scaled_requests_hold_all_their_tokens() -> None:
     for row in scaled(TRACE, 32, 1.0, 0):
         assert row["input_length"] <= TRACED_TOKENS // 32 * len(row["hash_ids"])
-
-
-def test_no_chunk_of_a_repeat_is_that_of_another() -> None:
-    one, other = (
-        {name for row in scaled(TRACE, 1, 1.0, repeat) for name in row["hash_ids"]}
-        for repeat in range(2)
-    )
-    assert len(one) == len(other) == 10
-    assert not one & other

@@ -16,9 +16,8 @@ from raykv.lab.bench.copy import (
     Case,
     PagedCopy,
     Sides,
-    Worst,
     cases,
-    least_of_memcpy,
+    judge,
     run,
 )
 from raykv.lab.bench.report import Options, Result, Row
@@ -57,4 +56,6 @@ def test_worst_page_size_is_that_with_the_least_median_beside_the_faster_memcpy(
             result.rows.append(Row(case, OURS, "GB/s", (speed,)))
             result.rows.append(Row(case, MEMMOVE, "GB/s", (5.0,)))
             result.rows.append(Row(case, STREAMED, "GB/s", (10.0,)))
-    assert least_of_memcpy(result) == Worst(256 * KIB, 0.7)
+    judge(result)
+    assert [each.measured for each in result.verdicts] == [0.7]
+    assert result.notes == ["The least is 0.7, with pages of 256 KiB."]

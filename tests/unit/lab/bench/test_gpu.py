@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from raykv.base.errors import SettingError
 from raykv.lab.bench import gpu
-from raykv.lab.bench.engine import EngineError, EngineProcess
+from raykv.lab.bench.engine import EngineError, EngineProcess, FirstToken
 from raykv.lab.bench.gpu import (
     BLOCK,
     BY_LAYER,
@@ -67,13 +66,16 @@ class FakeEngine:
         return max(known, default=0)
 
     def call(self, do: str, **arguments: Any) -> Any:
-        if do == self._fails_at:
-            raise EngineError("the engine has ended; its log ends with:\nMemoryError: no room\nbye")
+        self._may_fail(do)
         return getattr(self, do)(**arguments)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
-        assert max_tokens == 1
-        return [{"ttft_s": 0.5, "cached": self._answer(tokens)} for tokens in prompts]
+    def _may_fail(self, do: str) -> None:
+        if do == self._fails_at:
+            raise EngineError("the engine has ended; its log ends with:\nMemoryError: no room\nbye")
+
+    def first_token(self, tokens: list[int]) -> FirstToken:
+        self._may_fail("first_token")
+        return FirstToken(0.5, self._answer(tokens))
 
     def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
         cached = sum(self._answer(tokens) for batch in batches for tokens in batch)
@@ -102,11 +104,11 @@ class Bench:
         self.kept: list[Result] = []
         self.result = Result("gpu")
         keep = lambda result: self.kept.append(copy.deepcopy(result))  # noqa: E731
-        self.measuring = Measuring(replace(OPTIONS, keep=keep), AMOUNTS, self.result, pause_s=0.0)
+        self.measuring = Measuring(replace(OPTIONS, keep=keep), AMOUNTS, self.result)
         self.num_settled = 0
 
     def measure(self, name: str, engine: FakeEngine) -> None:
-        self.measuring.subject(name, lambda _: cast(EngineProcess, engine), self._settle)
+        self.measuring.subject(name, lambda: cast(EngineProcess, engine), self._settle)
         assert engine.is_stopped
 
     def _settle(self) -> None:
@@ -119,6 +121,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(gpu, "WARM_S", 0.0)
+    monkeypatch.setattr(gpu, "PAUSE_S", 0.0)
     return Bench()
 
 
@@ -164,7 +167,7 @@ def test_prompt_that_was_not_loaded_is_noted_once(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("fails_at", "part", "has"),
     [
-        ("generate", "start", {START}),
+        ("first_token", "start", {START}),
         ("timed", "nothing is reused", {START, *map(length_case, AMOUNTS.lengths)}),
     ],
 )
@@ -195,15 +198,8 @@ def test_reason_is_the_last_errors_of_the_log_each_once_or_its_end() -> None:
     assert len(gpu.reason_of(EngineError("x" * 1000))) == 300
 
 
-def test_logs_of_engines_are_kept_where_they_are_wanted(tmp_path: Path) -> None:
-    (tmp_path / "0.log").write_text("said")
-    gpu._keep_logs(tmp_path, None)
-    gpu._keep_logs(tmp_path, tmp_path / "kept" / "here")
-    assert (tmp_path / "kept" / "here" / "engine-0.log").read_text() == "said"
-
-
 def test_engine_that_does_not_start_is_noted(bench: Bench) -> None:
-    def start(_name: str) -> EngineProcess:
+    def start() -> EngineProcess:
         raise EngineError("no room in /dev/shm")
 
     bench.measuring.subject(NATIVE, start, lambda: None)
@@ -228,7 +224,6 @@ def test_full_sizes_fit_into_the_memory_that_is_meant_for_them() -> None:
     assert documents * token_bytes < 0.9 * FULL.pool_bytes
     assert max(FULL.lengths) * token_bytes < FULL.pool_bytes
     assert FULL.decode.num_requests * (512 + 256) < kv_tokens
-    assert FULL.lengths == (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 def test_machine_without_a_gpu_and_unknown_systems_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -96,6 +97,13 @@ def test_subjects_take_turns_and_the_warm_up_does_not_count() -> None:
 )
 def test_numbers_are_shown_with_the_digits_that_matter(number: float, text: str) -> None:
     assert short(number) == text
+
+
+def test_logs_are_kept_where_they_are_wanted(tmp_path: Path) -> None:
+    (tmp_path / "0.log").write_text("said")
+    Options().keep_logs(tmp_path)
+    Options(logs=tmp_path / "kept" / "here").keep_logs(tmp_path)
+    assert (tmp_path / "kept" / "here" / "0.log").read_text() == "said"
 
 
 def test_repeats_are_the_users_else_few_when_quick() -> None:
