@@ -33,8 +33,9 @@ from raykv.base.guard import guarded, nothing
 from raykv.base.ids import Direction, MissReason, part_of
 from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
-from raykv.engine import cost, runtime
+from raykv.engine import cost
 from raykv.engine.insight.spans import RequestSpans
+from raykv.engine.runtime import EngineRuntime, PlaceNode, new_life
 from raykv.protocol import descriptions, engine
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm import layered, mending, misses, params, transfers, weights, windows
@@ -95,7 +96,7 @@ class RayKVConnector(OffloadingConnector):
             ClusterError: the Ray cluster can't be joined.
         """
         set_up_logging()
-        self._runtime: runtime.EngineRuntime | None = None
+        self._runtime: EngineRuntime | None = None
         # On the scheduler's side.
         self._steps = cost.StepTimes()
         self._loading = layered.LoadScheduling()
@@ -137,7 +138,7 @@ class RayKVConnector(OffloadingConnector):
         )
         hello = engine.EngineHello(
             spec.config.engine_id,
-            runtime.new_life(),
+            new_life(),
             namespace_of(facts),
             model=spec.config.model.name,
             num_ranks=spec.num_parts,
@@ -157,7 +158,7 @@ class RayKVConnector(OffloadingConnector):
         self.raykv_weights = weights.WeightChanges(facts, manager, self._tables)
         describes = spec.settings.describe_chunks or spec.settings.events_endpoint
         described = DescriptionOutbox() if describes else None
-        self._runtime = runtime.EngineRuntime(
+        self._runtime = EngineRuntime(
             spec.settings,
             manager.view,
             hello,
@@ -187,10 +188,10 @@ class RayKVConnector(OffloadingConnector):
             return None
         return "".join(nodes or ())
 
-    def _begin(self, engine_runtime: runtime.EngineRuntime) -> None:
+    def _begin(self, runtime: EngineRuntime) -> None:
         """Start the session: the engine's places are known."""
-        self._manager.start(engine_runtime.session)
-        engine_runtime.start()
+        self._manager.start(runtime.session)
+        runtime.start()
 
     def _chunk_traits(self) -> dict[str, str]:
         """From which a client works out how much of a prompt can be loaded: what the chunks of
@@ -326,25 +327,25 @@ class RayKVConnector(OffloadingConnector):
         Raises:
             SettingError: a rank is where RayKV can't serve it.
         """
-        engine_runtime = self._runtime
-        if engine_runtime is None:
+        runtime = self._runtime
+        if runtime is None:
             return
         ranks = [each for each in metadata.values() if isinstance(each, placement.RankPlace)]
-        own = engine_runtime.node_id
+        own = runtime.node_id
         try:
             with logged_refusals():
-                if engine_runtime.nodes:
+                if runtime.nodes:
                     # vLLM 0.33 hands it over again when an engine wakes up.
-                    nodes = {each.node_id for each in engine_runtime.nodes}
+                    nodes = {each.node_id for each in runtime.nodes}
                     if len(nodes) == 1:
                         placement.refuse_ranks_elsewhere(ranks, nodes.pop())
                 else:
                     places = placement.places_of(ranks, self._spec.config.parallel.world_size, own)
                     placement.refuse_spread(places, self._spec, self._name)
-                    engine_runtime.settle(places)
-                    self._begin(engine_runtime)
+                    runtime.settle(places)
+                    self._begin(runtime)
         except errors.RayKVError:
-            engine_runtime.stop()
+            runtime.stop()
             raise
 
     @cached_property
@@ -538,9 +539,7 @@ class RayKVConnector(OffloadingConnector):
         targets = [self._target(at, *each) for at, each in enumerate(zip(nodes, told, strict=True))]
         return self._told if all(map(operator.is_, targets, told)) else targets
 
-    def _target(
-        self, at: int, node: runtime.PlaceNode, told: LinkTarget | None
-    ) -> LinkTarget | None:
+    def _target(self, at: int, node: PlaceNode, told: LinkTarget | None) -> LinkTarget | None:
         found, place = node.description, node.place
         if found is None:
             return None
