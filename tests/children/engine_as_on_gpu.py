@@ -63,6 +63,6 @@ if __name__ == "__main__":
     from tests.fixtures.engine_child import main
     from tests.fixtures.forked_engine import fork_processes_of_vllm
 
-    if IS_FOR_CPUS:
+    if is_for_cpus():
         fork_processes_of_vllm()
     main()

@@ -18,6 +18,7 @@ from raykv.engine.insight.spans import LOAD, LOOKUP, RequestSpan, RequestSpans
 from raykv.vllm import connector
 from raykv.vllm.insight.tracing import SpanExporter
 from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest
+from tests.house import tree_of
 from tests.test_import_directions import imports_of
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -97,6 +98,7 @@ def test_engine_that_is_traced_tells_of_a_load() -> None:
 
 
 def test_connector_imports_tracing_for_engines_alone_that_trace() -> None:
-    found = imports_of(Path(connector.__file__).read_text(), connector.__name__)
+    tree = tree_of(Path(connector.__file__))
+    found = imports_of(tree, connector.__name__, is_package=False)
     tracing = [each for each in found if each.target.startswith(SpanExporter.__module__)]
     assert [each.at_start for each in tracing] == [False]
