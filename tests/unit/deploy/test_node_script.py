@@ -44,7 +44,7 @@ class Health:
                 pass
 
         self.server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
 
     @property
     def url(self) -> str:
@@ -86,13 +86,19 @@ SHORT_ENGINE = "echo engine:$$ >>$LOG; exit 3"
 
 @pytest.fixture
 def start(tmp_path: Path, health: Health) -> Iterator[Start]:
+    """A function that starts the script, whose `sleep` takes a tenth of a second."""
     started: list[Node] = []
+    quick = tmp_path / "bin" / "sleep"
+    quick.parent.mkdir()
+    quick.write_text(f"#!/bin/sh\nexec {shutil.which('sleep')} 0.1\n")
+    quick.chmod(0o700)
 
     def run(ray: str, engine: str) -> Node:
         log = tmp_path / "log"
         log.touch()
         environment = {
             **os.environ,
+            "PATH": f"{quick.parent}:{os.environ['PATH']}",
             "KUBERAY_GEN_RAY_START_CMD": f"bash -c {shlex.quote(ray)}",
             "NODE_HEALTH_URL": health.url,
             "LOG": str(log),
