@@ -44,7 +44,7 @@ print(json.dumps(ended))
 
 PUBLIC_NAMES = """
 import importlib
-for package in ("raykv", "raykv.inspect"):
+for package in ("raykv", "raykv.inspect", "raykv.serve"):
     module = importlib.import_module(package)
     for name in module.__all__:
         getattr(module, name)
