@@ -59,14 +59,6 @@ INGRESS_OPTIONS: Mapping[str, Any] = {
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """Build an application of models with replicas of vLLM each, OpenAI-compatible over HTTP.
-
-    Args:
-        args: see `raykv.serve.arguments.AppArguments`.
-
-    Raises:
-        SettingError: an argument is unknown, malformed, or contradicts another one.
-    """
     arguments = parse(AppArguments, args)
     models = [(model.served_names, engine_deployment(model)) for model in arguments.models]
     return ingress_in_front(served_model, models, arguments.ingress)
@@ -75,7 +67,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
 def ingress_in_front(
     served: Callable[..., ServedModel], models: Sequence[Sequence[Any]], ingress: IngressArguments
 ) -> Application:
-    """Build what takes an application's requests; see `IngressReplica`."""
+    """What takes an application's requests; see `IngressReplica`."""
     options = {"name": "ingress", **INGRESS_OPTIONS, **ingress.deployment}
     deployment = _with_options(serve.ingress()(IngressReplica), options, "ingress.deployment")
     return deployment.bind(served, models, ingress.model_dump())

@@ -136,19 +136,6 @@ for _name in ("chat", "completions", "detokenize", "embeddings", "score", "token
 
 
 def build_openai_app(args: Mapping[str, Any]) -> Application:
-    """Build what `ray.serve.llm.build_openai_app` builds, with RayKV in every model's engine.
-
-    Args:
-        args: as Ray's builder takes them (`llm_configs`, `ingress_cls_config`,
-            `ingress_deployment_config`), and `raykv`: settings for all models, `null` to serve
-            without RayKV. Settings of one model go into `kv_connector_extra_config` of the
-            `kv_transfer_config` in its `engine_kwargs`.
-
-    Raises:
-        SettingError: an argument or a setting is unknown or impossible, or a model asks for another
-            connector.
-        VersionError: Ray's LLM package is missing, or is not the one that RayKV knows.
-    """
     given, settings = _apart(args)
     if settings is None:
         return ray_llm.build_openai_app(given)
@@ -162,20 +149,6 @@ def build_openai_app(args: Mapping[str, Any]) -> Application:
 
 
 def build_pd_openai_app(args: Mapping[str, Any]) -> Application:
-    """Build what `ray.serve.llm.build_pd_openai_app` builds, with KV handed over through RayKV.
-
-    As Ray has it, a request fails when its prefill engine does; `build_disaggregated_app` has the
-    decode engine compute then.
-
-    Args:
-        args: as Ray's builder takes them (`prefill_config`, `decode_config`, `ingress_cls_config`,
-            `ingress_deployment_config`), and `raykv`, as in `build_openai_app`.
-
-    Raises:
-        SettingError: an argument or a setting is unknown or impossible, or a model asks for another
-            connector.
-        VersionError: Ray's LLM package is missing, or is not the one that RayKV knows.
-    """
     given, settings = _apart(args)
     if settings is None:
         return ray_llm.build_pd_openai_app(given)

@@ -20,18 +20,6 @@ REQUESTS_METRIC = "raykv_disaggregated_requests"
 
 
 def build_disaggregated_app(args: Mapping[str, Any]) -> Application:
-    """Build an application whose prefill engines compute long prompts, and whose decode engines
-    answer; OpenAI-compatible over HTTP.
-
-    Each kind may have any number of replicas, on nodes of its own. They share KV through RayKV;
-    when no prefill engine answers, the decode engines compute.
-
-    Args:
-        args: see `raykv.serve.disaggregated.arguments.DisaggregatedArguments`.
-
-    Raises:
-        SettingError: an argument is unknown, malformed, or contradicts another one.
-    """
     arguments = parse(DisaggregatedArguments, args)
     models = [
         (
