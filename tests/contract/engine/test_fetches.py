@@ -185,8 +185,12 @@ def test_fetch_has_ended_when_it_has_at_every_place(place: PlayedPlace) -> None:
     ):
         engine.begin()
         place.fetch = result_of
-        two.fetch = lambda _: two.hang_up()
         engine.order(FetchOrder(key(1), 4096, ((Source("far"),), (Source("farther"),))))
+        wait_for_requests(two, 1)
+        wait_until(lambda: bool(engine.session.inbox), LONG_S, "the first place has answered")
+        engine.session.drain()
+        assert engine.ended == []
+        two.hang_up()
         engine.until(lambda: engine.ended, "it has ended")
         assert engine.results == [[result_of(place.fetches[0]), None]]
         sent = [(each.life, each.namespace) for each in (place.fetches[0], two.fetches[0])]

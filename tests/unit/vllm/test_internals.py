@@ -189,6 +189,7 @@ def touches(tree: ast.AST, own: set[str]) -> list[str]:
     return found
 
 
+@cache
 def trees() -> dict[str, ast.AST]:
     """Of all sources, by path."""
     paths = [path.relative_to(ROOT).as_posix() for path in SOURCES]
