@@ -12,9 +12,13 @@
 
 The one thing that must never happen is that a copy goes on after its job was reported failed:
 vLLM gives the blocks to another request, and a late copy would write into it. So a job that was
-sent is reported only when the NodeActor has answered, or can't write any more: it has exited, or
-was killed and its threads run no more, which is enough unless a GPU copies for it. If neither
-comes about in time the engine ends itself: `raykv.worker.aftermath`.
+sent is reported only when the NodeActor has answered, or can't write any more.
+
+A process that was sent SIGKILL exits late when it gets no core, when it has much memory to give
+back, or when its driver or file system hangs. It has *halted* before that: none of its threads runs
+its own code any more. That is enough for memory which only its own code writes to. What a GPU was
+ordered to copy for it may still be copied until the driver has taken its context down, which is a
+part of its exit. If neither comes about in `LINK_LAST_S` the engine ends itself.
 
 Threads: the engine's thread submits, waits and drains; one thread of the link does everything
 else. They share only what `_lock` guards.
@@ -43,7 +47,6 @@ from raykv.cluster import breaker, deaths
 from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
 from raykv.protocol import copies, engine, framing, measures, wire, worker
-from raykv.worker.aftermath import Aftermath, Killed, aftermath
 from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
 logger = logging.getLogger("raykv.worker")
@@ -535,29 +538,27 @@ class WorkerLink:
             readable = wire.wait_readable([self._pidfd, self._wake], deadlines.IDLE_LOOK_S)
             if self._wake in readable:
                 os.eventfd_read(self._wake)
+            if self._pidfd in readable:
+                return True
             since_s = time.monotonic() - killed_at
-            if since_s >= LINK_EXIT_S and is_killed and not halted:
-                halted = deaths.has_halted(deadlines.PROMPT_S)
-            seen = Killed(since_s, self._pidfd in readable, halted, by_device)
-            match aftermath(seen, LINK_EXIT_S, LINK_LAST_S):
-                case Aftermath.SAFE:
-                    if not seen.has_exited:
-                        logger.error(
-                            "the NodeActor was killed and has not exited after %.1f s, but none of "
-                            "its threads runs any more: not waiting for it",
-                            since_s,
-                        )
-                    return True
-                case Aftermath.HOPELESS:
-                    self._end_engine(
-                        f"the NodeActor was killed and has not exited after {since_s:.0f} s, so "
-                        "that it, or a GPU on its behalf, might still write into this engine's KV "
-                        "cache: look for what keeps its process (`ps`, `dmesg`: no free core, a "
-                        "driver or a file system that hangs), and start the engine again"
-                    )
-                    return False
-                case Aftermath.WAIT:
-                    pass
+            if since_s < LINK_EXIT_S:
+                continue
+            halted = halted or (is_killed and deaths.has_halted(deadlines.PROMPT_S))
+            if halted and not by_device:
+                logger.error(
+                    "the NodeActor was killed and has not exited after %.1f s, but none of its "
+                    "threads runs any more: not waiting for it",
+                    since_s,
+                )
+                return True
+            if since_s >= LINK_LAST_S:
+                self._end_engine(
+                    f"the NodeActor was killed and has not exited after {since_s:.0f} s, so "
+                    "that it, or a GPU on its behalf, might still write into this engine's KV "
+                    "cache: look for what keeps its process (`ps`, `dmesg`: no free core, a "
+                    "driver or a file system that hangs), and start the engine again"
+                )
+                return False
         return False
 
     def _abandon_all(self) -> None:

@@ -103,19 +103,26 @@ def test_load_ends_and_leaves_its_blocks_alone_although_the_killed_node_does_not
     assert [worker.block(number) for number in range(8)] == before
 
 
-def test_engine_ends_itself_where_a_gpu_may_still_copy_for_a_node_that_does_not_exit(
-    node: Node, tracer: Tracer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("writer", ["a GPU", "a thread"])
+def test_engine_ends_itself_where_somebody_may_still_write_for_a_node_that_does_not_exit(
+    node: Node, tracer: Tracer, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
-    """The worker believes that its memory is not the kind that only threads write to."""
-    monkeypatch.setattr(raykv.worker.link, "MEMFD", "another kind")
-    monkeypatch.setattr(raykv.worker.link, "LINK_LAST_S", LINK_EXIT_S + 1.0)
+    last_s = LINK_EXIT_S + 1.0
+    monkeypatch.setattr(raykv.worker.link, "LINK_LAST_S", last_s)
+    if writer == "a GPU":
+        # The worker believes that its memory is not the kind that only threads write to.
+        monkeypatch.setattr(raykv.worker.link, "MEMFD", "another kind")
+    else:
+        monkeypatch.setattr("raykv.cluster.deaths.has_halted", lambda _timeout_s: False)
     reasons: list[str] = []
     worker = node.worker(end_engine=reasons.append)
     assert worker.store([0], [0]) == []
     tracer.hold(node.process.pid)
     job = worker.job(Direction.LOAD, [0], [3])
+    began = time.monotonic()
     worker.link.submit(job)
     wait_until(lambda: bool(reasons), DEADLINE_S + 1.0 + NOISE_S, "the engine ends")
+    assert time.monotonic() - began > last_s, "until then it could have exited"
     assert "has not exited" in reasons[0]
     assert worker.link.drain() == [], "while the GPU may write nothing is reported"
 
