@@ -52,15 +52,13 @@ class MemfdKV:
 OpenedKV = MemfdKV | DeviceKV
 
 
-def open_kv(
-    layout: KVLayout, fds: list[int], driver: Callable[[], MemoryDriver] | None = None
-) -> OpenedKV:
+def open_kv(layout: KVLayout, fds: list[int], driver: Callable[[], MemoryDriver]) -> OpenedKV:
     """Open what a worker exported. The descriptors are owned by the callee, also if it fails.
 
     Args:
         layout: what the worker says of its memory.
         fds: what came with it.
-        driver: gives access to CUDA; asked for GPU memory only. None: such memory is refused.
+        driver: gives access to CUDA; asked for GPU memory only.
 
     Raises:
         HandleError: the kind is not known here, or memory and layout don't match.
@@ -70,8 +68,6 @@ def open_kv(
         _check_kind(layout, len(fds))
         if layout.kind == MEMFD:
             return MemfdKV(layout, fds.pop())
-        if driver is None:
-            raise HandleError("this process has no access to GPU memory")
         check_pieces(layout)
         return open_device_kv(driver(), layout)
     except HandleError:

@@ -281,8 +281,6 @@ class Pool:
         self._stopped = threading.Event()
         self.prefaulted_bytes = 0
         self.is_short = False
-        self._has_said_so = False
-        self.room_poll_s = deadlines.SELDOM_S
         # Slot size of each slab of a pool file that has been stored into.
         self._slab_sizes: dict[int, int] = {}
         if pool_path:
@@ -319,6 +317,7 @@ class Pool:
         Where `has_room` says no, or no page can be had, it waits until there is room again.
         Meanwhile `is_short` is set, and nothing may be stored where no page has been touched.
         """
+        has_said_so = False
         while True:
             self._region.prefault(
                 lambda done: self._progress(done, has_room), self.prefaulted_bytes
@@ -326,15 +325,15 @@ class Pool:
             if self.prefaulted_bytes == self._geometry.pool_bytes or self._stopped.is_set():
                 break
             self.is_short = True
-            if not self._has_said_so:
-                self._has_said_so = True
+            if not has_said_so:
+                has_said_so = True
                 logger.warning(
                     "memory is short: %d of the pool's %d bytes are touched, and no more are until "
                     "some memory is free again; `raykv doctor` names the limit",
                     self.prefaulted_bytes,
                     self._geometry.pool_bytes,
                 )
-            while not self._stopped.wait(self.room_poll_s) and not has_room():
+            while not self._stopped.wait(deadlines.SELDOM_S) and not has_room():
                 pass
         self.is_short = False
 

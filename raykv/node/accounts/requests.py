@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -102,10 +102,6 @@ class RequestLog:
                 break
             found.append(each)
         return first, found
-
-    def __iter__(self) -> Iterator[MissRecord]:
-        """Those that are remembered, the oldest first."""
-        return (each.record for each in self._ended)
 
     def __len__(self) -> int:
         return len(self._ended)

@@ -35,8 +35,8 @@ OPENING = "it is being opened"
 
 
 class DiskReads:
-    """Any thread may call. `lock`, that of the pool, guards the shelf and the counters. `folder`
-    comes first, then `is_open`: nothing is served before.
+    """Any thread may call. `lock`, that of the pool, guards the shelf and the counters. Nothing is
+    read before there is a `folder`.
     """
 
     def __init__(self, place: settings.DiskPlace, keeper: PoolKeeper) -> None:
@@ -45,7 +45,6 @@ class DiskReads:
         self._shelf = keeper.owner.index.shelf
         self._shelf.most_bytes = place.most_bytes or 0
         self.folder: TierFolder | None = None
-        self.is_open = False
         self.problem = OPENING
         """Why nothing is written; empty if that works."""
         self._path = place.path

@@ -97,7 +97,8 @@ class DiskTier:
         self._is_busy = is_busy
         self.reads = reads.DiskReads(place, keeper)
         self._lock = keeper.lock
-        # The writer's own.
+        # The writer's own. Whether the folder's files are listed.
+        self._is_open = False
         self._batches: dict[tuple[Namespace, str], _Batch] = {}
         # What was cleared, as it is on the disk, and as it was when the shelf was last looked over.
         self._noted: Mapping[int, Mapping[str, int]] = {}
@@ -194,7 +195,7 @@ class DiskTier:
             self._sleep(DISK_NEXT_LOOK_S)
             return
         self._note_floors(folder)
-        if not self.reads.is_open:
+        if not self._is_open:
             self._open(folder)
         if self.reads.problem:
             self._check_floor(folder, 0)
@@ -279,7 +280,7 @@ class DiskTier:
             self._add(file)
         with self._lock:
             gone = [*self._shelf.give_way(0), *self._shelf.take_empty()]
-            self.reads.is_open = True
+            self._is_open = True
         folder.delete(*gone)
         logger.info("%s has %d chunks in %d files", folder.path, len(self._shelf), len(found))
 

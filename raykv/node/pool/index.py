@@ -568,9 +568,9 @@ class PoolIndex:
         records = [each for each in job.verdicts.values() if isinstance(each, ChunkRecord)]
         return [each for each in records if each in self._parts]
 
-    def expire(self, now: float) -> int:
-        """Void what waits for parts that have not come in time; returns how many. Close jobs that
-        some rank has not heard of.
+    def expire(self, now: float) -> None:
+        """Void what waits for parts that have not come in time. Close jobs that some rank has not
+        heard of.
         """
         late = [record for record, parts in self._parts.items() if now >= parts.expires_at]
         for record in late:
@@ -582,14 +582,11 @@ class PoolIndex:
                     job.seen_at = now
                 elif now - job.seen_at >= OPEN_S and not self._unfinished(job):
                     self._close(life, job_id)
-        return len(late)
 
     # What goes
 
-    def drop_void(self, risen: Iterable[Namespace]) -> int:
-        """Drop what the floors of some namespaces have come to cover; returns how many chunks.
-        Readers finish undisturbed.
-        """
+    def drop_void(self, risen: Iterable[Namespace]) -> None:
+        """Drop what the floors of namespaces have come to cover. Readers finish undisturbed."""
         families = set(risen)
         is_every = ids.EVERY_NAMESPACE in families
         gone = [
@@ -603,7 +600,6 @@ class PoolIndex:
             self._drop(record, Reason.CLEARED)
         for record in [each for each in self._writing.values() if self._is_void(each)]:
             self._void(record)
-        return len(gone)
 
     def _is_void(self, record: ChunkRecord) -> bool:
         return self.floors.is_void(record.namespace, record.stamp)

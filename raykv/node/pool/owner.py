@@ -287,10 +287,8 @@ class NodePool:
             )
         )
 
-    def answered(self, answer: node.ReportAnswer, now: float, seq: int | None = None) -> None:
-        """The report that is out was answered. An answer to another one changes nothing: it has
-        another `seq`, or none is out.
-        """
+    def answered(self, answer: node.ReportAnswer, now: float, seq: int) -> None:
+        """The report of that `seq` was answered. If that one is not out, nothing changes."""
         if not self.reporting.is_of(seq):
             return
         self.reporting.take(answer, now)

@@ -139,12 +139,11 @@ class StorePart(msgspec.Struct, frozen=True, gc=False):
 class RecordQueue:
     """Records, linked to each other: each is in one queue at most."""
 
-    __slots__ = ("_length", "first", "last")
+    __slots__ = ("first", "last")
 
     def __init__(self) -> None:
         self.first: ChunkRecord | None = None
         self.last: ChunkRecord | None = None
-        self._length = 0
 
     def add(self, record: ChunkRecord, after: ChunkRecord | None = None) -> None:
         """Add a record that is in no queue, in front of one that is in this, or as the last."""
@@ -159,7 +158,6 @@ class RecordQueue:
             self.last = record
         else:
             after.before = record
-        self._length += 1
 
     def renew(self, record: ChunkRecord) -> None:
         """Make one that is in this queue the last of it."""
@@ -186,7 +184,6 @@ class RecordQueue:
         else:
             after.before = before
         record.queue = record.before = record.after = None
-        self._length -= 1
 
     def __iter__(self) -> Iterator[ChunkRecord]:
         record = self.first
@@ -194,9 +191,6 @@ class RecordQueue:
             following = record.after
             yield record
             record = following
-
-    def __len__(self) -> int:
-        return self._length
 
 
 @dataclass(slots=True)

@@ -144,9 +144,9 @@ class Reporting:
         # What it has told may not have come.
         self._out = self.facts = None
 
-    def is_of(self, seq: int | None) -> bool:
-        """Whether an answer is of the report that is out; None: nobody knows of which it is."""
-        return self._out is not None and seq in (None, self._out.seq)
+    def is_of(self, seq: int) -> bool:
+        """Whether an answer is of the report that is out."""
+        return self._out is not None and seq == self._out.seq
 
     # Answers
 

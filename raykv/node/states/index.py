@@ -115,15 +115,15 @@ class CaptureIndex:
         entry.state, entry.since, entry.reason = CaptureState.FAILED, now, reason
         entry.num_bytes = 0
 
-    def refuse(self, request_id: str, ttl_s: float, reason: str, now: float) -> bool:
-        """Note a request that was never admitted; False: one of that name is known already."""
-        if request_id in self._entries:
-            return False
+    def refuse(self, request_id: str, ttl_s: float, reason: str, now: float) -> None:
+        """Note a request that was never admitted, unless one of that name is known already, or too
+        many are.
+        """
         # It takes no memory, whatever is in it.
-        if not self.admit(request_id, 0, self.num_bytes, ttl_s, now):
-            return False
-        self.fail(request_id, reason, now)
-        return True
+        if request_id not in self._entries and self.admit(
+            request_id, 0, self.num_bytes, ttl_s, now
+        ):
+            self.fail(request_id, reason, now)
 
     def expire(self, now: float) -> None:
         """Forget what has been kept for its time."""

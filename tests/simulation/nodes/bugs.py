@@ -229,10 +229,10 @@ def clear_reaches_what_is_known(patches: pytest.MonkeyPatch) -> None:
     is_void, drop = Floors.is_void, PoolIndex.drop_void
     dropping = [False]
 
-    def drop_void(index: PoolIndex, risen: Iterable[Namespace]) -> int:
+    def drop_void(index: PoolIndex, risen: Iterable[Namespace]) -> None:
         dropping[0] = True
         try:
-            return drop(index, risen)
+            drop(index, risen)
         finally:
             dropping[0] = False
 

@@ -292,11 +292,11 @@ def test_pool_in_memory_finds_nothing_and_leaves_no_file(tmp_path: Path) -> None
 
 
 def test_prefault_waits_while_memory_is_short_and_goes_on_afterwards(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raykv.base.deadlines.SELDOM_S", 0.01)
     size = 160 << 20
     pool = Pool(replace(GEOMETRY, pool_bytes=size), "")
-    pool.room_poll_s = 0.01
     answers = iter([False, False, False, True])
     seen: list[tuple[int, bool, bool, bool]] = []
 

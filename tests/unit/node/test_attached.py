@@ -29,8 +29,9 @@ def worker() -> Iterator[AttachedWorker]:
         layout=LAYOUT,
         slot_bytes={0: 4096},
     )
-    kv = open_kv(LAYOUT, [Region.anonymous(4096, "kv").fd])
-    attached = AttachedWorker(here, hello, kv, CancelWords.create(), Devices())
+    devices = Devices()
+    kv = open_kv(LAYOUT, [Region.anonymous(4096, "kv").fd], devices.driver)
+    attached = AttachedWorker(here, hello, kv, CancelWords.create(), devices)
     yield attached
     attached.unmap()
     here.close()

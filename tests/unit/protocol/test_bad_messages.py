@@ -307,12 +307,12 @@ def test_absurd_position_is_that_of_who_has_read_nothing(
 def test_absurd_answers_of_the_directory_do_no_harm(
     pool: OwnedPool, answer: ReportAnswer, document: OrdersDocument
 ) -> None:
-    pool.report()
+    report = pool.report()
     message, orders = passed(answer), passed(document)
     if message is None:
         pool.node.reporting.give_up()
     else:
-        pool.node.answered(message, pool.now)
+        pool.node.answered(message, pool.now, report.seq)
     if orders is not None:
         pool.node.take_orders(orders, pool.now)
     for digest in pool.node.orders.wanted():

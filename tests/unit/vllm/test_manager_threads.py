@@ -75,8 +75,8 @@ def test_session_leaves_alone_what_a_step_relies_on() -> None:
     view, manager = engine.view, engine.connector._manager
     with PlayedPlace() as place, EngineAt(place, view) as at_place:
         at_place.session.attach(DEADLINE_S)
-        place.pool.report()
-        place.pool.answered(ReportAnswer(1, alone=[view.namespace]), time.monotonic())
+        seq = place.pool.report().seq
+        place.pool.answered(ReportAnswer(1, alone=[view.namespace]), time.monotonic(), seq)
         at_place.until(lambda: not view.remote.has_peers, "nobody else has its chunks")
         (at,) = view._places
         at.listed.ready = threads.table("ready")

@@ -335,7 +335,8 @@ def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
         return MissRecord(request, 5, 2, 3, **fields)  # type: ignore[arg-type]
 
     pool.tell(finished=[ended("a"), ended("b", chunks=b"odd"), ended("c")])
-    assert [each.request_id for each in pool.node.accounts.requests] == ["a", "c"]
+    _, log = pool.node.accounts.requests.after(0)
+    assert [each.record.request_id for each in log] == ["a", "c"]
     pool.tell(finished=[ended(str(number)) for number in range(MOST_RECORDS + 5)])
     assert len(pool.node.accounts.requests) == MOST_RECORDS
 

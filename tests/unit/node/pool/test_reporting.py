@@ -162,13 +162,13 @@ def test_engine_is_reported_with_what_it_counted_last(pool: OwnedPool) -> None:
 
 def test_what_sessions_say_goes_along_until_it_was_answered(pool: OwnedPool) -> None:
     pool.say(SessionWord.CAME, "s", 1)
-    said = pool.report().sessions
-    assert said == [word("s", SessionWord.CAME)]
+    assert pool.report().sessions == [word("s", SessionWord.CAME)]
     pool.say(SessionWord.OVER, "s")
     pool.node.reporting.give_up()
-    assert pool.report().sessions == [word("s", SessionWord.CAME), word("s")]
+    report = pool.report()
+    assert report.sessions == [word("s", SessionWord.CAME), word("s")]
     pool.say(SessionWord.PAUSED, "t", pause_s=9.0)
-    pool.node.answered(ReportAnswer(5), pool.now)
+    pool.node.answered(ReportAnswer(5), pool.now, report.seq)
     assert [each.news.session for each in pool.report().sessions] == ["t"]
 
 
@@ -197,7 +197,7 @@ def test_next_report_comes_after_an_answer_or_is_given_up(pool: OwnedPool) -> No
     assert not pool.node.wants_document
     pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, second.seq)
     assert pool.node.wants_document
-    pool.node.answered(ReportAnswer(5, orders=stamp(1)), pool.now)
+    pool.node.answered(ReportAnswer(5, orders=stamp(1)), pool.now, second.seq)
     assert pool.node.wants_document
     pool.order(9)
     assert not pool.node.wants_document
@@ -306,9 +306,9 @@ def test_mark_that_was_forgotten_counts_no_more_before_its_turn_comes() -> None:
     pool.found(many - 1)
     assert pool.standing(many - 1) is NORMAL
     pool.node.index.room.forget_spares()
-    pool.node.report()
+    seq = pool.node.report().seq
     again = marks(pool, many + 1, spare=[many - 2, many + 7])
-    pool.node.answered(ReportAnswer(5, marks=again), pool.now)
+    pool.node.answered(ReportAnswer(5, marks=again), pool.now, seq)
     pool.wait(1)
     pool.wait(1)
     spare = {number for number in range(many + 9) if pool.standing(number) is SPARE}
