@@ -16,6 +16,12 @@ from tests.fixtures.node.peers import PAGE, Network, Node
 NETWORKS = [Network, NixlNetwork] if IS_INSTALLED else [Network]
 
 
+@pytest.fixture(autouse=True)
+def _threads_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They look about once in this time whether they are to end; what they wait for wakes them."""
+    monkeypatch.setattr("raykv.base.deadlines.WAKE_S", 0.05)
+
+
 @pytest.fixture(params=NETWORKS)
 def network(request: pytest.FixtureRequest) -> Iterator[Network]:
     made: Network = request.param()

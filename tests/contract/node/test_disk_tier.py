@@ -53,6 +53,11 @@ NUM_SLOTS = 32
 RESERVE = NUM_SLOTS // RESERVED_PART
 
 
+@pytest.fixture(autouse=True)
+def _keep_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.01)
+
+
 @pytest.fixture
 def network() -> Iterator[Network]:
     made = Network()

@@ -151,7 +151,7 @@ def test_answer_stays_what_it_was_when_the_slot_is_overwritten(source: Node) -> 
 
 def test_what_is_read_while_slots_are_written_is_whole_or_refused(source: Node) -> None:
     """A writer stores one chunk after another; every chunk's content is its own."""
-    num_bytes = 256 * PAGE
+    num_bytes = 64 * PAGE
     records = [source.store(key(0), num_bytes)]
     stopped = threading.Event()
 
@@ -288,22 +288,25 @@ def test_deadline_is_kept_when_the_source_is_silent(here: Node, source: Node) ->
 
 
 def test_what_has_landed_before_the_deadline_is_kept(here: Node, source: Node, other: Node) -> None:
+    # Two nodes meet, which may take long on a busy machine.
+    here.fetch([wanted(source.store(key(9)), source)])
     other.faults.is_silent = True
     chunks = [wanted(node.store(key(i)), node) for i, node in enumerate((source, other))]
-    # Two nodes meet, and the first bytes come, within that, on a machine that is busy too.
-    assert here.fetch(chunks, deadline_s=3.0).refusals == [NONE, Refusal.TOO_LATE]
+    assert here.fetch(chunks, deadline_s=1.0).refusals == [NONE, Refusal.TOO_LATE]
     assert_right(here, chunks[:1])
 
 
-def test_half_of_the_time_is_left_for_the_next_source(
+def test_source_has_half_of_the_time_while_another_one_may_be_asked_and_else_all(
     here: Node, source: Node, other: Node
 ) -> None:
-    source.faults.is_silent = True
-    other.faults.delay_s = 0.2
-    chunk = both(source, other)
-    with within(0.9, 1.6):
-        assert here.fetch([chunk], deadline_s=1.6).refusals == [NONE]
-    assert_right(here, [chunk])
+    network = source.network
+    assert here.fetch([both(source, other)], LONG_S).refusals == [NONE]
+    assert 0.0 < network.waits[-1] <= LONG_S / 2
+    other.faults.is_unreachable = True
+    alone = wanted(other.store(key(9)), other)
+    assert here.fetch([alone]).refusals == [Refusal.NODE_LOST]
+    assert here.fetch([both(source, other, 1)], LONG_S).refusals == [NONE]
+    assert LONG_S / 2 < network.waits[-1] <= LONG_S
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
@@ -440,13 +443,3 @@ def test_source_that_answers_stays_trusted_when_the_time_of_a_fetch_is_up(
     assert here.fetch(chunks, deadline_s=1.0).refusals[0] is NONE
     again = wanted(source.store(key(9)), source)
     assert here.fetch([again]).refusals == [NONE]
-
-
-def test_last_source_that_may_be_asked_has_all_of_the_time(
-    here: Node, source: Node, other: Node
-) -> None:
-    other.faults.is_unreachable = True
-    chunk = both(source, other)
-    assert here.fetch([wanted(other.store(key(1)), other)]).refusals == [Refusal.NODE_LOST]
-    source.faults.delay_s = 1.6
-    assert here.fetch([chunk], deadline_s=3.0).refusals == [NONE]
