@@ -24,7 +24,9 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.records import ChunkRecord
 
 LOADS_PER_CHECK = 256
-"""A checksum takes about as long as the copy of the same bytes: 0.4 % more on the average."""
+"""One load in this many is compared, chosen at random. A checksum takes about as long as the copy
+of the same bytes: 0.4 % more on the average.
+"""
 
 PIECE_BYTES = 1 << 20
 """Between two looks at whether something else is more urgent: a tenth of a millisecond."""
@@ -35,12 +37,10 @@ class Integrity:
 
     Args:
         keeper: of the node's pool.
-        loads_per_check: one load in this many is compared, chosen at random.
     """
 
-    def __init__(self, keeper: PoolKeeper, loads_per_check: int = LOADS_PER_CHECK) -> None:
+    def __init__(self, keeper: PoolKeeper) -> None:
         self._keeper = keeper
-        self._loads_per_check = loads_per_check
         self._random = random.Random()
 
     def objection(self, record: ChunkRecord, is_cancelled: Callable[[], bool]) -> Refusal:
@@ -60,7 +60,7 @@ class Integrity:
     def _must_compare(self, record: ChunkRecord) -> bool:
         if not record.is_proven:
             return True
-        return self._random.random() * self._loads_per_check < 1 and record.checksum is not None
+        return self._random.random() * LOADS_PER_CHECK < 1 and record.checksum is not None
 
     def work(self, is_wanted: Callable[[], bool]) -> bool:
         """Make or compare the checksum of one chunk that waits for it; False if none does.

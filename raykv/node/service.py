@@ -65,7 +65,6 @@ class NodeService:
         socket_name: where engines and workers connect.
         keeper: the pool.
         devices: access to GPUs.
-        loads_per_check: see `Integrity`.
         fetch: see `EngineLines`.
     """
 
@@ -74,13 +73,12 @@ class NodeService:
         socket_name: str,
         keeper: PoolKeeper,
         devices: Devices | None = None,
-        loads_per_check: int = integrity.LOADS_PER_CHECK,
         fetch: Callable[[copies.Fetch], copies.CopyResult] = fetch_nothing,
     ) -> None:
         self.socket_name = socket_name
         self.keeper = keeper
         self.devices = devices or Devices()
-        self.integrity = integrity.Integrity(keeper, loads_per_check)
+        self.integrity = integrity.Integrity(keeper)
         self.rows = RowCopier()
         self.meter = NodeMeter()
         # Of `NodeStats`.

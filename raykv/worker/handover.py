@@ -43,7 +43,7 @@ def current_stream() -> int:
 class DeviceLink(WorkerLink):
     """A line for a KV cache whose bytes come later than its jobs.
 
-    Methods run on the worker's main thread. For the event after `close` see `ExportedKV.close`.
+    Methods run on the worker's main thread.
     """
 
     def __init__(

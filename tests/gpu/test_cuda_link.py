@@ -104,7 +104,6 @@ class Worker:
     def end(self) -> None:
         self.link.close(5.0)
         self.core.end()
-        self.exported.close()
 
     def submit(self, direction: Direction, chunks: list[int], blocks: list[int]) -> int:
         """As `DeviceLink` does: the event first."""

@@ -34,12 +34,14 @@ CHANGE_ALLOCATOR = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 
 
 class ExportedKV:
-    """A worker's KV cache as it is handed over, and its event. Used by one thread."""
+    """A worker's KV cache as it is handed over, and its event, which lives as long as the process:
+    CUDA forbids to release it while a copy may wait for it.
+    """
 
     def __init__(self, driver: MemoryDriver, layout: KVLayout, event: int) -> None:
         self.layout = layout
         self._driver = driver
-        self._event: int | None = event
+        self._event = event
 
     def record(self, stream: int) -> None:
         """Have copies that are submitted from now on wait for all that `stream` was given so far.
@@ -49,19 +51,7 @@ class ExportedKV:
         Raises:
             CUDAError: CUDA refused; what is submitted now would not wait.
         """
-        assert self._event is not None, self.layout.device
         self._driver.record_event(self._event, stream)
-
-    def close(self) -> None:
-        """Release the event; a second call does nothing.
-
-        Only once nobody attaches with it any more and no copy can wait for it: CUDA forbids it
-        before. A worker at its end leaves that to the end of its process.
-        """
-        event, self._event = self._event, None
-        if event is not None:
-            with _logged():
-                self._driver.destroy_event(self.layout.device, event)
 
 
 def export_kv(

@@ -8,10 +8,12 @@ import sys
 import numpy as np
 import pytest
 
+from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.copy.engine import StopSign
 from raykv.copy.rows import RowCopier, Side, by_memmove, kernel
 from raykv.memory.words import Word
-from tests.fixtures.node import honest_worker
+from tests.fixtures.node.links import Worker
+from tests.fixtures.node.local import LocalNode
 from tests.fixtures.waiting import wait_until
 
 SIZE = 3 << 20
@@ -43,6 +45,12 @@ def test_rows_are_copied_without_the_kernel_when_there_is_no_numba(
     assert "numba" in record.getMessage()
 
 
+def test_kernel_that_can_be_loaded_copies_the_rows() -> None:
+    rows = RowCopier()
+    rows.load()
+    assert rows.copy is not by_memmove
+
+
 def test_rows_are_copied_without_a_kernel_that_fails_its_trial(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,13 +80,11 @@ def test_kernel_is_compiled_when_its_cache_has_no_place(monkeypatch: pytest.Monk
 
 def test_service_loads_the_kernel_for_the_first_worker_in_host_memory() -> None:
     """A node whose engines are on GPUs does without it, and without the memory that it takes."""
-    service = honest_worker.make_service()
-    try:
-        assert service.rows.copy is by_memmove
-        worker = honest_worker.Worker(service)
-        try:
-            wait_until(lambda: service.rows.copy is not by_memmove, 60, "the kernel is loaded")
-        finally:
-            worker.close()
-    finally:
-        service.stop()
+    node, loaded = LocalNode(), list[str]()
+    node.service.rows.load = lambda: loaded.append("kernel")  # type: ignore[method-assign]
+    node.start()
+    for _ in range(2):
+        worker = Worker(node, [SLOT_ALIGNMENT], 1)
+        wait_until(lambda: loaded == ["kernel"], 10, "it is loaded, and once")
+        worker.end()
+    node.stop()

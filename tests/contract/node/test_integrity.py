@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import raykv.node.integrity
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, NodeId, Refusal
 from raykv.node.integrity import Integrity
@@ -55,11 +56,11 @@ def work_off(keeper: PoolKeeper) -> None:
         pass
 
 
-def load(keeper: PoolKeeper, chunk: ChunkRecord | Wanted, loads_per_check: int) -> Refusal:
+def load(keeper: PoolKeeper, chunk: ChunkRecord) -> Refusal:
     (found,) = keeper.begin_read(chunk.namespace, [chunk.key], [chunk.slot_bytes])
     if isinstance(found, Refusal):
         return found
-    refusal = Integrity(keeper, loads_per_check).objection(found, never)
+    refusal = Integrity(keeper).objection(found, never)
     keeper.end_read(found)
     return refusal
 
@@ -70,6 +71,11 @@ def damaged(node: Node, number: int = 1) -> ChunkRecord:
     work_off(node.keeper)
     flip_bit(node.keeper, record)
     return record
+
+
+@pytest.fixture(autouse=True)
+def _every_load_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.node.integrity, "LOADS_PER_CHECK", 1)
 
 
 @pytest.fixture
@@ -84,12 +90,12 @@ def test_chosen_load_of_a_damaged_chunk_is_refused_and_the_chunk_is_gone(node: N
     good, bad = node.store(key(0)), damaged(node)
     listing = node.keeper.owner.index.listing
     number = listing.number
-    assert load(node.keeper, good, loads_per_check=1) is NONE
-    assert load(node.keeper, bad, loads_per_check=1) is CORRUPT
+    assert load(node.keeper, good) is NONE
+    assert load(node.keeper, bad) is CORRUPT
     assert listing.since(number, 10) == ([(bad, Reason.DAMAGED)], number + 1)
     (row,) = node.keeper.owner.state_of(NAMESPACE, [bad.key])[2]
     assert row.where is Where.NOWHERE
-    assert load(node.keeper, bad, loads_per_check=1) is Refusal.NOT_HERE
+    assert load(node.keeper, bad) is Refusal.NOT_HERE
     assert node.ready() == {good.key}
     assert node.keeper.num_quarantined == 1
 
@@ -99,20 +105,21 @@ def test_damaged_chunk_that_is_being_read_is_not_overwritten_before_its_reader_e
 ) -> None:
     bad = damaged(node)
     node.keeper.begin_read(NAMESPACE, [bad.key], [PAGE])
-    assert load(node.keeper, bad, 1) is CORRUPT
+    assert load(node.keeper, bad) is CORRUPT
     assert node.store(key(2)).slot != bad.slot
     node.keeper.end_read(bad)
     later = node.store(key(3))
     assert later.slot == bad.slot
     work_off(node.keeper)
-    assert load(node.keeper, later, 1) is NONE
+    assert load(node.keeper, later) is NONE
 
 
 def test_one_load_of_so_many_is_compared(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = damaged(node)
+    monkeypatch.setattr(raykv.node.integrity, "LOADS_PER_CHECK", 8)
     with monkeypatch.context() as seeded:
         seeded.setattr(random, "Random", partial(random.Random, 1))
-        integrity = Integrity(node.keeper, loads_per_check=8)
+        integrity = Integrity(node.keeper)
     node.keeper.begin_read(NAMESPACE, [bad.key], [PAGE])
     compared = sum(integrity.objection(bad, never) is CORRUPT for _ in range(4000))
     assert 400 < compared < 600
@@ -121,7 +128,7 @@ def test_one_load_of_so_many_is_compared(node: Node, monkeypatch: pytest.MonkeyP
 
 def test_load_without_a_checksum_is_not_compared(node: Node) -> None:
     record = node.store(key(0))
-    assert load(node.keeper, record, 1) is NONE
+    assert load(node.keeper, record) is NONE
     assert record.checksum is None
 
 
@@ -131,7 +138,7 @@ def test_load_of_a_chunk_that_goes_meanwhile_is_compared_all_the_same(node: Node
     node.keeper.begin_read(NAMESPACE, [good.key, bad.key], [PAGE, PAGE])
     node.evict(good)
     node.evict(bad)
-    integrity = Integrity(node.keeper, 1)
+    integrity = Integrity(node.keeper)
     assert [integrity.objection(each, never) for each in (good, bad)] == [NONE, CORRUPT]
     node.keeper.end_read(good, bad)
 
@@ -140,7 +147,7 @@ def test_comparison_ends_when_the_job_is_cancelled(node: Node) -> None:
     record = node.store(key(0))
     work_off(node.keeper)
     node.keeper.begin_read(NAMESPACE, [record.key], [PAGE])
-    assert Integrity(node.keeper, 1).objection(record, lambda: True) is Refusal.CANCELLED
+    assert Integrity(node.keeper).objection(record, lambda: True) is Refusal.CANCELLED
     assert record.readers == 1
     assert node.keeper.num_quarantined == 0
     node.keeper.end_read(record)
@@ -222,7 +229,7 @@ def test_chunk_keeps_the_checksum_that_it_came_with(network: Network, node: Node
     arrived = here.record(record)
     assert arrived.checksum == record.checksum is not None
     flip_bit(here.keeper, arrived)
-    assert load(here.keeper, arrived, 1) is CORRUPT
+    assert load(here.keeper, arrived) is CORRUPT
 
 
 # Pool files
@@ -264,16 +271,21 @@ def fill(path: Path, chunks: list[Wanted], gone: Wanted) -> list[int]:
 
 
 def served(path: Path, geometry: PoolGeometry = GEOMETRY) -> tuple[dict[Wanted, bytes], int]:
-    """What the next life serves, without having been idle, and what it has quarantined."""
+    """What the next life serves, without having been idle, and what it has quarantined. No load is
+    chosen to be compared.
+    """
     keeper = open_pool(path, geometry)
-    integrity = Integrity(keeper, 1 << 30)
+    integrity = Integrity(keeper)
     found = {}
-    for record in list(keeper.owner.index.places):
-        assert keeper.begin_read(record.namespace, [record.key], [record.slot_bytes]) == [record]
-        if integrity.objection(record, never) is NONE:
-            chunk = Wanted(record.key, (), record.slot_bytes, record.namespace)
-            found[chunk] = ctypes.string_at(keeper.address_of(record), record.slot_bytes)
-        keeper.end_read(record)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(raykv.node.integrity, "LOADS_PER_CHECK", 1 << 30)
+        for record in list(keeper.owner.index.places):
+            name = record.namespace, [record.key], [record.slot_bytes]
+            assert keeper.begin_read(*name) == [record]
+            if integrity.objection(record, never) is NONE:
+                chunk = Wanted(record.key, (), record.slot_bytes, record.namespace)
+                found[chunk] = ctypes.string_at(keeper.address_of(record), record.slot_bytes)
+            keeper.end_read(record)
     with keeper.lock:
         keeper.owner.check()
     count = keeper.num_quarantined

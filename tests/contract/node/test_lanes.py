@@ -6,7 +6,6 @@ test says so; in the second a driver does in memory what CUDA may do, late and i
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ import pytest
 import raykv.node.attached
 import raykv.node.copying
 import raykv.node.lanes
-from raykv.base.ids import Direction, Namespace, Refusal
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, Refusal
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import Route
 from raykv.copy.cuda.driver import Copies, SourceOrder
@@ -32,14 +31,12 @@ from tests.fixtures.cuda.copies import FakeDriver, always
 from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import lives
+from tests.fixtures.node.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
+from tests.fixtures.node.links import PATIENT, Worker
+from tests.fixtures.node.local import LocalNode
 from tests.fixtures.waiting import wait_until
 
-pytest.importorskip("vllm")
-
-from tests.fixtures.node import honest_worker
-from tests.fixtures.node.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
-from tests.fixtures.node.local import LocalNode
-
+PAGE = SLOT_ALIGNMENT
 STORE, LOAD = Direction.STORE, Direction.LOAD
 NOWHERE = Where(0)
 
@@ -68,9 +65,9 @@ def test_store_whose_event_never_comes_delays_no_load_and_no_store_elsewhere(wor
         assert fast.run(LOAD, [0, 1], [8, 9, 10, 11]) == []
     assert [fast.block(8), fast.block(11)] == [fast.block(1), fast.block(4)]
     assert world.worker(OTHER_GPU, num_ranks=1, seed=3).run(STORE, [6], [1, 2]) == []
-    host_worker = honest_worker.Worker(world.service, 2 * PART_BYTES)
-    assert host_worker.run(STORE, [9]) == [Refusal.NONE]
-    host_worker.close()
+    host_worker = Worker(world.node, [PAGE], 1, settings=PATIENT)
+    assert host_worker.store([9], [0]) == []
+    host_worker.end()
     assert slow.link.drain() == []
     slow.cuda.stream(7).run()
     assert slow.finish(store) == []
@@ -456,27 +453,22 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
             return done
 
     monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)
-    monkeypatch.setattr(raykv.node.copying, "HOST_SPAN_BYTES", 2 * honest_worker.PAGE)
+    monkeypatch.setattr(raykv.node.copying, "HOST_SPAN_BYTES", 2 * PAGE)
     return made
 
 
 @pytest.fixture
-def service() -> Iterator[NodeService]:
-    made = LocalNode(32, honest_worker.PAGE, num_slabs=2)
-    made.start()
-    yield made.service
-    made.stop()
-
-
-@pytest.fixture
-def two(service: NodeService) -> Iterator[tuple[honest_worker.Worker, honest_worker.Worker]]:
-    workers = honest_worker.Worker(service), honest_worker.Worker(service)
-    yield workers
+def two() -> Iterator[Two]:
+    node = LocalNode(32, num_slabs=2)
+    node.start()
+    workers = [Worker(node, [PAGE], 1, settings=PATIENT) for _ in range(2)]
+    yield workers[0], workers[1]
     for worker in workers:
-        worker.close()
+        worker.end()
+    node.stop()
 
 
-Two = tuple[honest_worker.Worker, honest_worker.Worker]
+Two = tuple[Worker, Worker]
 
 
 def in_thread(act: Callable[[], object]) -> threading.Thread:
@@ -487,8 +479,9 @@ def in_thread(act: Callable[[], object]) -> threading.Thread:
 
 def test_load_into_host_memory_is_one_copy_where_a_store_is_several(gate: Gate, two: Two) -> None:
     worker, _ = two
-    assert worker.run(STORE, [0, 1, 2, 3, 4]) == [Refusal.NONE] * 5
-    assert worker.run(LOAD, [0, 1, 2, 3, 4]) == [Refusal.NONE] * 5
+    chunks = [0, 1, 2, 3, 4]
+    assert worker.store(chunks, chunks) == []
+    assert worker.load(chunks, chunks) == []
     assert gate.done == [STORE, STORE, STORE, LOAD]
 
 
@@ -497,7 +490,7 @@ def test_load_comes_between_the_spans_of_a_store(
 ) -> None:
     monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
-    assert loader.run(STORE, [0, 1]) == [Refusal.NONE] * 2
+    assert loader.store([0, 1], [0, 1]) == []
     loading: list[threading.Thread] = []
     loads, second = threading.Event(), threading.Event()
     overtaken: list[bool] = []
@@ -511,11 +504,11 @@ def test_load_comes_between_the_spans_of_a_store(
         elif loading:
             second.set()
         else:
-            loading.append(in_thread(lambda: loader.run(LOAD, [0, 1])))
+            loading.append(in_thread(lambda: loader.load([0, 1], [0, 1])))
             assert loads.wait(LONG_S)
 
     gate.before = bring_a_load
-    assert storer.run(STORE, [4, 5, 6, 7]) == [Refusal.NONE] * 4
+    assert storer.store([4, 5, 6, 7], [0, 1, 2, 3]) == []
     loading[0].join(LONG_S)
     assert overtaken == [False]
     assert gate.done == [STORE, LOAD, STORE]
@@ -526,7 +519,8 @@ def test_load_without_an_end_keeps_no_store_from_ending_and_none_takes_its_slot(
 ) -> None:
     """They are in two threads; the pool keeps them apart."""
     loader, storer = two
-    assert loader.run(STORE, [0]) == [Refusal.NONE]
+    assert loader.store([0], [0]) == []
+    before = loader.block(0)
     loads, stored = threading.Event(), threading.Event()
 
     def hold(direction: Direction) -> None:
@@ -535,13 +529,13 @@ def test_load_without_an_end_keeps_no_store_from_ending_and_none_takes_its_slot(
             assert stored.wait(LONG_S)
 
     gate.before = hold
-    found: list[Refusal] = []
-    loading = in_thread(lambda: found.extend(loader.run(LOAD, [0])))
+    found: list[list[Refusal]] = []
+    loading = in_thread(lambda: found.append(loader.load([0], [1])))
     assert loads.wait(LONG_S)
-    assert storer.run(STORE, [4, 5, 6]) == [Refusal.NONE] * 3
+    assert storer.store([4, 5, 6], [0, 1, 2]) == []
     for first in range(10, 50, 8):
-        storer.run(STORE, list(range(first, first + 8)))
+        storer.store(list(range(first, first + 8)), list(range(8)))
     stored.set()
     loading.join(LONG_S)
-    assert found == [Refusal.NONE]
-    assert ctypes.string_at(loader.kv.address, 4096) == ctypes.string_at(storer.kv.address, 4096)
+    assert found == [[]]
+    assert loader.block(1) == before

@@ -11,9 +11,8 @@ import pytest
 from msgspec import structs
 
 import raykv.node.lines
-from raykv.base.ids import Direction, Namespace, Refusal, Stamp
+from raykv.base.ids import SLOT_ALIGNMENT, Namespace, Refusal, Stamp
 from raykv.node.lines import FETCH_THREADS
-from raykv.node.service import NodeService
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.engine import ChangesAnswer, ChangesQuery, EngineHello, Fetched, Tell, Welcome
@@ -22,40 +21,42 @@ from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import not_done
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import RawLine, hello_of
-from tests.fixtures.node.honest_worker import PAGE, Worker, make_service
+from tests.fixtures.node.links import PATIENT, Worker
+from tests.fixtures.node.local import LocalNode
 from tests.fixtures.waiting import wait_until
 
+PAGE = SLOT_ALIGNMENT
 LIFE = 1 << 40
 LONG_S = 10.0
 
 
 @pytest.fixture
-def service() -> Iterator[NodeService]:
-    made = make_service()
+def node() -> Iterator[LocalNode]:
+    made = LocalNode()
+    made.start()
     yield made
     made.stop()
-    made.keeper.owner.check()
 
 
 @pytest.fixture
-def lines(service: NodeService) -> Iterator[list[RawLine]]:
+def lines(node: LocalNode) -> Iterator[list[RawLine]]:
     made: list[RawLine] = []
     yield made
     for line in made:
         line.close()
 
 
-def opened(service: NodeService, lines: list[RawLine], life: int = LIFE) -> RawLine:
-    line = RawLine(service.socket_name)
+def opened(node: LocalNode, lines: list[RawLine], life: int = LIFE) -> RawLine:
+    line = RawLine(node.name)
     lines.append(line)
     line.send(hello_of(life, {0: PAGE}))
-    assert line.receive() == Welcome(service.keeper.life)
+    assert line.receive() == Welcome(node.keeper.life)
     return line
 
 
 @pytest.fixture
-def line(service: NodeService, lines: list[RawLine]) -> RawLine:
-    return opened(service, lines)
+def line(node: LocalNode, lines: list[RawLine]) -> RawLine:
+    return opened(node, lines)
 
 
 def asked(line: RawLine, position: Position, most: int = 1024) -> ChangesAnswer:
@@ -83,20 +84,18 @@ def answered(line: RawLine) -> ChangesAnswer:
     return message
 
 
-def is_here(service: NodeService, life: int = LIFE) -> bool:
-    with service.keeper.lock:
-        return any(each.hello.life == life for each in service.keeper.owner.engines)
+def is_here(node: LocalNode, life: int = LIFE) -> bool:
+    with node.keeper.lock:
+        return any(each.hello.life == life for each in node.keeper.owner.engines)
 
 
 @pytest.mark.usefixtures("quiet")
-def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
-    service: NodeService, line: RawLine
-) -> None:
+def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(node: LocalNode, line: RawLine) -> None:
     position = read(line)
-    worker = Worker(service)
+    worker = Worker(node, [PAGE], 1, settings=PATIENT)
     try:
         line.send(ChangesQuery(LIFE, "ns", position))
-        assert worker.run(Direction.STORE, [1]) == [Refusal.NONE]
+        assert worker.store([1], [0]) == []
         seen: dict[bytes, Where] = {}
         while Where.RAM not in seen.values():
             answer = answered(line)
@@ -105,7 +104,7 @@ def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
             line.send(ChangesQuery(LIFE, "ns", position))
         assert seen == {numbered_key(1): Where.RAM}
     finally:
-        worker.close()
+        worker.end()
 
 
 def test_silence_is_answered_now_and_then(line: RawLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +133,10 @@ def test_query_behind_one_that_takes_no_rows_is_answered_at_once(
 
 
 @pytest.mark.usefixtures("quiet")
-def test_engine_hears_of_orders_at_once(service: NodeService, line: RawLine) -> None:
+def test_engine_hears_of_orders_at_once(node: LocalNode, line: RawLine) -> None:
     position = read(line)
     line.send(ChangesQuery(LIFE, "ns", position))
-    service.keeper.take_orders(OrdersDocument(Stamp(0, 4), is_paused=True), 1.0)
+    node.keeper.take_orders(OrdersDocument(Stamp(0, 4), is_paused=True), 1.0)
     answer = answered(line)
     assert (answer.facts.orders, answer.facts.is_paused) == (Stamp(0, 4), True)
 
@@ -150,35 +149,35 @@ def test_engine_that_asks_too_much_at_once_loses_its_line(
     assert line.receive() is None
 
 
-def test_what_an_engine_tells_is_heard(service: NodeService, line: RawLine) -> None:
+def test_what_an_engine_tells_is_heard(node: LocalNode, line: RawLine) -> None:
     line.send(Tell(LIFE, 1, "ns", counters={"steps": 7}))
     asked(line, Position())
-    with service.keeper.lock:
-        (engine,) = service.keeper.owner.engines
+    with node.keeper.lock:
+        (engine,) = node.keeper.owner.engines
     assert engine.counters == {"steps": 7}
 
 
 def test_engine_is_here_until_its_last_line_has_ended(
-    service: NodeService, lines: list[RawLine]
+    node: LocalNode, lines: list[RawLine]
 ) -> None:
-    first, second = opened(service, lines), opened(service, lines)
+    first, second = opened(node, lines), opened(node, lines)
     first.close()
     asked(second, Position())
-    assert is_here(service)
+    assert is_here(node)
     second.close()
-    wait_until(lambda: not is_here(service), LONG_S, "it is gone")
+    wait_until(lambda: not is_here(node), LONG_S, "it is gone")
 
 
 def test_engine_in_another_namespace_is_there_with_its_next_hello(
-    service: NodeService, line: RawLine
+    node: LocalNode, line: RawLine
 ) -> None:
     line.send(hello_of(LIFE, {0: 2 * PAGE}, "later"))
-    assert line.receive() == Welcome(service.keeper.life)
+    assert line.receive() == Welcome(node.keeper.life)
     line.send(ChangesQuery(LIFE, "ns"))
     answer = answered(line)
     assert not answer.is_known
-    with service.keeper.lock:
-        assert [each.namespace for each in service.keeper.owner.engines] == [Namespace("later")]
+    with node.keeper.lock:
+        assert [each.namespace for each in node.keeper.owner.engines] == [Namespace("later")]
 
 
 @pytest.mark.parametrize(
@@ -190,25 +189,25 @@ def test_engine_in_another_namespace_is_there_with_its_next_hello(
     ],
 )
 def test_refused_engine_hears_why_and_is_not_here(
-    service: NodeService, lines: list[RawLine], sizes: dict[int, int], why: str
+    node: LocalNode, lines: list[RawLine], sizes: dict[int, int], why: str
 ) -> None:
-    assert re.search(why, refused(service, lines, hello_of(LIFE, sizes)), re.DOTALL)
+    assert re.search(why, refused(node, lines, hello_of(LIFE, sizes)), re.DOTALL)
     assert lines[-1].receive() is None
-    assert not is_here(service)
+    assert not is_here(node)
 
 
 def test_one_engine_too_many_is_refused(
-    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+    node: LocalNode, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raykv.protocol.node.MOST_ENGINES", 1)
-    opened(service, lines)
-    assert "connected already" in refused(service, lines, hello_of(LIFE + 1, {0: PAGE}))
-    assert is_here(service)
+    opened(node, lines)
+    assert "connected already" in refused(node, lines, hello_of(LIFE + 1, {0: PAGE}))
+    assert is_here(node)
 
 
-def refused(service: NodeService, lines: list[RawLine], hello: EngineHello) -> str:
+def refused(node: LocalNode, lines: list[RawLine], hello: EngineHello) -> str:
     """Why an engine may not be here."""
-    lines.append(RawLine(service.socket_name))
+    lines.append(RawLine(node.name))
     lines[-1].send(hello)
     answer = lines[-1].receive()
     assert isinstance(answer, Welcome)
@@ -249,8 +248,9 @@ def fetching() -> Iterator[Fetching]:
 
 
 @pytest.fixture
-def fetcher(fetching: Fetching) -> Iterator[NodeService]:
-    made = make_service(fetch=fetching)
+def fetcher(fetching: Fetching) -> Iterator[LocalNode]:
+    made = LocalNode(fetch=fetching)
+    made.start()
     yield made
     fetching.may_end.set()
     made.stop()
@@ -262,7 +262,7 @@ def fetch_of(number: int, life: int = LIFE) -> Fetch:
 
 
 def test_fetches_have_their_results_and_hold_up_no_other_answer(
-    fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
+    fetcher: LocalNode, fetching: Fetching, lines: list[RawLine]
 ) -> None:
     line = opened(fetcher, lines)
     orders = [fetch_of(number) for number in range(FETCH_THREADS + 3)]
@@ -286,9 +286,10 @@ def test_fetches_that_find_the_queue_full_are_refused_at_once(
     fetching: Fetching, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raykv.node.lines, "MOST_FETCHES", 1)
-    service = make_service(fetch=fetching)
+    node = LocalNode(fetch=fetching)
+    node.start()
     try:
-        line = opened(service, lines)
+        line = opened(node, lines)
         fetching.fill(line)
         line.send(fetch_of(FETCH_THREADS))
         line.send(fetch_of(99))
@@ -296,11 +297,11 @@ def test_fetches_that_find_the_queue_full_are_refused_at_once(
         assert line.receive() == Fetched(refused)
     finally:
         fetching.may_end.set()
-        service.stop()
+        node.stop()
 
 
 def test_fetch_that_has_waited_longer_than_its_deadline_is_not_begun(
-    fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
+    fetcher: LocalNode, fetching: Fetching, lines: list[RawLine]
 ) -> None:
     line = opened(fetcher, lines)
     fetching.fill(line)
@@ -316,7 +317,7 @@ def test_fetch_that_has_waited_longer_than_its_deadline_is_not_begun(
 
 
 def test_fetch_of_an_engine_that_has_gone_is_not_begun(
-    fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
+    fetcher: LocalNode, fetching: Fetching, lines: list[RawLine]
 ) -> None:
     gone, stays = opened(fetcher, lines), opened(fetcher, lines, LIFE + 1)
     fetching.fill(stays, LIFE + 1)
@@ -332,7 +333,7 @@ def test_fetch_of_an_engine_that_has_gone_is_not_begun(
 
 
 def test_engine_that_orders_for_another_life_loses_its_line(
-    fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
+    fetcher: LocalNode, fetching: Fetching, lines: list[RawLine]
 ) -> None:
     line = opened(fetcher, lines)
     line.send(fetch_of(1, LIFE + 1))

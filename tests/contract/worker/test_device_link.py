@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from raykv.base.errors import HandleError
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, NodeId, Refusal
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, Refusal
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import export_kv
 from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices
-from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, boot_life
+from raykv.node.service import NodeService
 from raykv.protocol import wire
 from raykv.protocol.engine import Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import TensorLayout
+from raykv.worker.handover import DeviceLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.cuda.memory import (
@@ -37,16 +36,6 @@ from tests.fixtures.cuda.memory import (
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import CoreLine, lives
-from tests.fixtures.node.honest_worker import RawHello
-from tests.fixtures.node.links import refusals
-from tests.fixtures.waiting import wait_until
-
-pytest.importorskip("vllm")
-
-from types import SimpleNamespace
-
-from raykv.worker.handover import DeviceLink
-from raykv.worker.staging import StagedLink, StagingMemory
 from tests.fixtures.node.device_links import (
     BLOCKS_PER_CHUNK,
     LONG_S,
@@ -58,8 +47,11 @@ from tests.fixtures.node.device_links import (
     World,
     job_ids,
     make_world,
-    names,
 )
+from tests.fixtures.node.links import refusals
+from tests.fixtures.node.local import LocalNode
+from tests.fixtures.node.raw_hello import RawHello
+from tests.fixtures.waiting import wait_until
 
 
 @pytest.fixture
@@ -206,27 +198,6 @@ def test_killed_worker_is_closed_at_once(world: World, stage: str) -> None:
     assert heir.run(Direction.STORE, [1], [0, 1]) == []
 
 
-def test_worker_attaches_again_to_next_life_of_node(world: World) -> None:
-    worker = world.worker(num_ranks=1)
-    world.service.stop()
-    wait_until(lambda: worker.link.node_life == 0, LONG_S, "the line breaks")
-    keeper = PoolKeeper(NodeId("node"), boot_life(), world.service.keeper.geometry)
-    again = NodeService(
-        world.service.socket_name, keeper, Devices(lambda: world.cuda, make_backend)
-    )
-    again.start()
-    try:
-        wait_until(lambda: worker.link.node_life == keeper.life, LONG_S, "it attaches again")
-        worker.core.wait()
-        worker.service = again
-        assert worker.run(Direction.STORE, [0], [1, 2]) == []
-        assert worker.run(Direction.LOAD, [0], [8, 9]) == []
-        assert worker.block(8) == worker.block(1)
-    finally:
-        worker.link.close(5.0)
-        again.stop()
-
-
 # The NodeActor can't
 
 
@@ -281,6 +252,8 @@ def test_worker_is_refused_when_its_gpu_can_not_be_copied_from() -> None:
 def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World) -> None:
     """Its jobs until then have failed; from then on they go the other way."""
     torch = pytest.importorskip("torch")
+    from raykv.worker.staging import StagedLink, StagingMemory
+
     world.cuda.visible = (OTHER_GPU,)
     cuda = FakeCuda((GPU,))
     base = cuda.allocate(PAGE)
@@ -292,7 +265,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     )
     reasons: list[str] = []
 
-    def staged(reason: str) -> StagedLink:
+    def staged(reason: str) -> WorkerLink:
         reasons.append(reason)
         return StagedLink(0, StagingMemory(caches, [0], 1, 4 * PAGE_BYTES), LinkSettings())
 
@@ -331,7 +304,6 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     assert len(reasons) == 1
     link.close(5.0)
     core.end()
-    exported.close()
     cuda.end()
 
 
@@ -362,25 +334,19 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
         loads.append("load")
         raise CUDAError("CUDA can't be used here")
 
-    name = f"raykv-test-device/{os.getpid()}/{next(names)}"
-    service = NodeService(
-        name,
-        PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(64 * PAGE, 16 * PAGE)),
-        Devices(load, make_backend),
-    )
-    service.start()
+    node = LocalNode(devices=Devices(load, make_backend))
+    node.start()
     try:
         assert loads == []
         cuda = FakeCuda()
         tensor = TensorLayout(cuda.allocate(PAGE), 4, 512, 512)
         exported = export_kv(cuda, [tensor], 1, [0], [[0]])
         link = DeviceLink(0, exported, LinkSettings(), lambda: 7)
-        link.set_target(LinkTarget(name, "e", 9, "ns", 1, {0: PAGE}))
+        link.set_target(LinkTarget(node.name, "e", 9, "ns", 1, {0: PAGE}))
         wait_until(lambda: bool(link.unsuited), LONG_S, "the NodeActor has refused")
         assert link.unsuited == "CUDA can't be used here"
         assert loads
         link.close(5.0)
-        exported.close()
         cuda.end()
     finally:
-        service.stop()
+        node.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 
 from raykv.base.errors import SettingError
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Namespace, NodeId, Refusal
-from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, boot_life
+from raykv.base.ids import Direction, Namespace, Refusal
+from raykv.node.service import NodeService
 from raykv.protocol.copies import CopyResult
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -22,10 +19,10 @@ from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import CoreLine
 from tests.fixtures.node.links import changed, result_of
+from tests.fixtures.node.local import LocalNode
 from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("torch")
-pytest.importorskip("vllm")
 
 import torch
 
@@ -62,15 +59,13 @@ class Device:
 
 @pytest.fixture
 def service() -> Iterator[NodeService]:
-    name = f"raykv-test/{os.getpid()}/staged"
-    keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(64 * 4096, 16 * 4096))
-    running = NodeService(name, keeper)
-    running.start()
-    core = CoreLine(name, LIFE, {0: SLOT_BYTES})
+    node = LocalNode(64, SLOT_BYTES, num_slabs=4)
+    node.start()
+    core = CoreLine(node.name, LIFE, {0: SLOT_BYTES})
     core.wait()
-    yield running
+    yield node.service
     core.end()
-    running.stop()
+    node.stop()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
