@@ -66,7 +66,8 @@ def test_dead_scheduler_actor_is_logged_once_and_its_return_too(
         "it fails and fails",
     )
     engine.scheduler.trouble = lambda: None
-    wait_until(lambda: state(engine) is BreakerState.CLOSED, LONG_S, "it is back")
+    wait_until(lambda: "answers again" in caplog.text, LONG_S, "it is back")
+    assert state(engine) is BreakerState.CLOSED
     assert caplog.text.count("the scheduler actor does not answer: ConnectionError") == 1
     assert caplog.text.count("answers again") == 1
     engine.until(lambda: engine.place.tells[-1].breakers.failed > 5, "that is told")
