@@ -1,8 +1,10 @@
-"""What ends the copies of an attached worker."""
+"""How a worker attaches, and what ends its copies."""
 
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,10 +12,12 @@ import pytest
 from raykv.memory.handles import MEMFD, open_kv
 from raykv.memory.region import Region
 from raykv.memory.words import NUM_WORDS, CancelWords
-from raykv.node.attached import AttachedWorker
+from raykv.node.attached import AttachedWorker, receive_hello
 from raykv.node.devices import Devices
+from raykv.protocol import wire
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 
+LONG_S = 10.0
 LAYOUT = KVLayout(MEMFD, 4096, 1, [TensorLayout(0, 64, 64, 64)], [0], [[0]])
 
 
@@ -57,3 +61,23 @@ def test_every_job_is_stopped_when_its_workers_connection_is_closed(
     assert not worker.is_open
     assert sign()
     assert worker.stop_sign(2)()
+
+
+def test_attach_message_that_comes_bit_by_bit_has_one_deadline() -> None:
+    near, far = socket.socketpair()
+    stopped = threading.Event()
+
+    def trickle() -> None:
+        near.sendall((1000).to_bytes(4, "little"))
+        while not stopped.wait(0.02):
+            near.sendall(b"x")
+
+    with near, far:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            receive_hello(far, wire.FrameReader(), 0.3)
+        assert time.monotonic() - started < LONG_S / 2
+        stopped.set()
+        thread.join(LONG_S)
