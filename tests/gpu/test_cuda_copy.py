@@ -383,7 +383,7 @@ class TestOnGPU:
         rig = GPURig(waits=True)
         cache = Cache(rig, LLAMA_PAGE, Route.BATCH)
         cache.backend = backend(
-            f"GPU-{first_uuid()}", cache.kv.data_ptr(), cache.pool.ctypes.data, rig.event
+            first_uuid(), cache.kv.data_ptr(), cache.pool.ctypes.data, rig.event
         )
         rig.launch(lambda: cache.kv.fill_(7))
         assert cache.copy(some_blocks(cache, 1), STORE)
@@ -392,7 +392,7 @@ class TestOnGPU:
 
     def test_device_that_is_not_there_is_refused(self) -> None:
         with pytest.raises(CUDAError, match="sees no GPU"):
-            CUDADriver("GPU-3f2504e0-4f89-41d3-9a0c-0305e82c3301")
+            CUDADriver("3f2504e0-4f89-41d3-9a0c-0305e82c3301")
 
     def test_memory_that_is_not_there_is_refused(self) -> None:
         with pytest.raises(CUDAError, match="cudaMalloc failed: cudaErrorMemoryAllocation"):

@@ -50,7 +50,7 @@ def backend(
     few hundred MiB of the GPU's memory.
 
     Args:
-        device_uuid: the GPU that has the KV cache, as torch or nvidia-smi write it.
+        device_uuid: the GPU that has the KV cache, as `MemoryDriver` writes it.
         kv_address: where offset 0 of the KV cache is in this process, on the device.
         pool_address: where the pool begins. It may be page-locked in pieces that divide no slab.
         compute_event: an event of this process, opened from the worker's, which the worker records
@@ -60,6 +60,5 @@ def backend(
         CUDAError: CUDA can't be used, or this process does not see the device.
     """
     place = lane.Place(kv_address, pool_address, compute_event)
-    uuid = driver.plain_uuid(device_uuid)
     with _opening:
-        return CUDABackend(_opened(uuid), place)
+        return CUDABackend(_opened(device_uuid), place)

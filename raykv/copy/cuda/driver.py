@@ -8,6 +8,7 @@ installs and runs without it.
 from __future__ import annotations
 
 import ctypes
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -33,7 +34,7 @@ class SourceOrder(IntEnum):
     STREAM = 1
     """After what the stream was given before: needed for a KV cache that is being computed."""
     ANY = 3
-    """At once: for sources that nobody writes."""
+    """At once: for sources that are not written meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class CopyDriver(Protocol):
 
     @property
     def mover(self) -> object | None:
-        """What `move_pages` is done by; None: it can't be called, or has raised `MoverError`."""
+        """What carries `move_pages` out; None if nothing can, or it has raised `MoverError`."""
 
     def make_stream(self, direction: Direction) -> int:
         """A stream that does not wait for the default one. Those of loads have a higher priority,
@@ -119,7 +120,7 @@ class CUDADriver:
     """A real device."""
 
     def __init__(self, device_uuid: str) -> None:
-        """Open a device of this process by its UUID.
+        """Open a device of this process by its UUID, as `MemoryDriver` writes it.
 
         Raises:
             CUDAError: CUDA can't be used here, or this process sees no such device.
@@ -218,14 +219,12 @@ class CUDADriver:
 
     def _find(self, device_uuid: str) -> int:
         """The device's number."""
-        wanted, seen = plain_uuid(device_uuid), []
-        count = checked(self._runtime, "cudaGetDeviceCount")
-        for number in range(count):
+        seen: list[str] = []
+        for number in range(checked(self._runtime, "cudaGetDeviceCount")):
             found = checked(self._runtime, "cudaGetDeviceProperties", number)
-            uuid = bytes(found.uuid.bytes).hex()
-            if uuid == wanted:
+            seen.append(str(uuid.UUID(bytes=bytes(found.uuid.bytes))))
+            if seen[-1] == device_uuid:
                 return number
-            seen.append(uuid)
         raise CUDAError(
             f"this process sees no GPU {device_uuid}, only {', '.join(seen) or 'none'}: "
             "see CUDA_VISIBLE_DEVICES"
@@ -236,7 +235,7 @@ class CUDADriver:
         checked(self._runtime, "cudaSetDevice", self._device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What a call returns besides its error."""
+        """The results of a call without its error."""
         self._use()
         return checked(self._runtime, name, *arguments)
 
@@ -261,18 +260,6 @@ def _columns(copies: Copies) -> tuple[Addresses, Addresses, Addresses]:
     return copies.to, copies.source, copies.size
 
 
-def plain_uuid(text: str) -> str:
-    """A UUID's 32 hex digits: torch writes it bare, nvidia-smi with GPU or MIG before it.
-
-    Raises:
-        CUDAError: it is no UUID.
-    """
-    digits = text.lower().removeprefix("gpu-").removeprefix("mig-").replace("-", "")
-    if len(digits) != 32 or set(digits) - set("0123456789abcdef"):
-        raise CUDAError(f"{text!r} is no UUID of a GPU: `nvidia-smi -L` lists them")
-    return digits
-
-
 def _runtime() -> Any:
     try:
         from cuda.bindings import runtime
@@ -285,7 +272,7 @@ def _runtime() -> Any:
 
 
 def _batch_call() -> BatchCall | None:
-    """The driver's entry point; None: the driver is older than the call."""
+    """The driver's entry point; None if the driver is older than the call."""
     from cuda.bindings import driver
 
     error, address, _ = driver.cuGetProcAddress(BATCH_CALL, BATCH_SINCE, 0)

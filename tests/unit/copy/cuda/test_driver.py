@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from raykv.base.errors import RayKVError
-from raykv.copy.cuda.driver import Copies, CUDADriver, checked, plain_uuid
+from raykv.copy.cuda.driver import Copies, CUDADriver, checked
 from raykv.memory.cuda.driver import CUDAError
 from tests.fixtures.cuda.memory import UUID
 
@@ -36,12 +37,6 @@ def test_copies_that_cuda_would_misread_are_refused(columns: tuple[Any, Any, Any
         Copies(*columns)
 
 
-def test_uuid_is_the_same_however_it_is_written() -> None:
-    plain = "3f2504e04f8941d39a0c0305e82c3301"
-    for text in (UUID, UUID.lower(), UUID[4:], plain, "MIG-" + UUID[4:]):
-        assert plain_uuid(text) == plain
-
-
 SUCCESS, BAD = SimpleNamespace(name="cudaSuccess"), SimpleNamespace(name="cudaErrorInvalidValue")
 
 
@@ -62,6 +57,20 @@ def test_failure_names_the_call_and_the_error() -> None:
     with pytest.raises(CUDAError, match="cudaCall failed: cudaErrorInvalidValue; see "):
         checked(runtime, "cudaCall")
     assert issubclass(CUDAError, RayKVError)
+
+
+def test_gpu_is_found_by_its_uuid() -> None:
+    uuids = [uuid.uuid4() for _ in range(2)]
+    found = [SimpleNamespace(uuid=SimpleNamespace(bytes=each.bytes)) for each in uuids]
+    driver = CUDADriver.__new__(CUDADriver)
+    driver._runtime = SimpleNamespace(
+        cudaError_t=SimpleNamespace(cudaSuccess=SUCCESS),
+        cudaGetDeviceCount=lambda: (SUCCESS, len(found)),
+        cudaGetDeviceProperties=lambda number: (SUCCESS, found[number]),
+    )
+    assert [driver._find(str(each)) for each in uuids] == [0, 1]
+    with pytest.raises(CUDAError, match=f"sees no GPU {UUID}, only {uuids[0]}, {uuids[1]}:"):
+        driver._find(UUID)
 
 
 def test_machine_without_this_gpu_is_told_in_one_sentence() -> None:
