@@ -29,7 +29,7 @@ when its job is cancelled, so it should not be much larger."""
 
 HOST_SPAN_BYTES = 4 << 20
 """For stores out of the host's memory: half a millisecond, for which they may hold up a load. Loads
-wait for nobody: with parts as large as a device's one of 96 MiB takes 0.8 ms less."""
+give way to none: with parts as large as a device's one of 96 MiB takes 0.8 ms less."""
 
 HOST = ""
 """Stands in place of a device's UUID for KV caches in the host's memory."""
@@ -98,7 +98,7 @@ class JobQueue(Generic[J]):
         return True
 
     def begin(self, lane: LaneName) -> J | None:
-        """The lane's oldest job, which runs until `end`; None: there is none."""
+        """Begin the lane's oldest job, which runs until `end`; None if none waits."""
         assert lane not in self._running, lane
         jobs = self._waiting.get(lane)
         if not jobs:

@@ -25,7 +25,7 @@ from raykv.protocol import columns, copies, worker
 Column = npt.NDArray[np.int64]
 
 NO_SLABS = 1 << 62
-"""In place of the bytes of a slab, for memory beside the pool, which no offset reaches."""
+"""Bytes of a slab where memory outside of the pool has no slabs: no offset reaches it."""
 
 
 _NO_ROWS = np.empty((3, 0), np.int64)

@@ -131,7 +131,7 @@ def objection(
         maps = [pages.maps[number] for number in numbers]
         writers = {page.num_writers: page.writer for page in maps}
         if any(writers[page.num_writers] != page.writer for page in maps):
-            # Shares are cut out of all pages of a group: some bytes would be stored by nobody.
+            # Shares are cut out of all pages of a group: no rank would store some of the bytes.
             return "a rank that is two of the writers of a group"
         if sum(sum(page.counts) for page in maps) * blocks_per_chunk > MAX_ROWS:
             return f"a chunk of more than {MAX_ROWS} fragments"

@@ -106,8 +106,8 @@ def memory_nodes(root: Path = Path("/")) -> list[int]:
 
 
 def place_near_gpus(region: Region, root: Path = Path("/")) -> list[int]:
-    """Have pages that are touched from now on come from the GPUs' NUMA nodes, of several in turn;
-    returns these. None: they come from anywhere.
+    """Take pages that are touched from now on from the GPUs' NUMA nodes, of several in turn.
+    Returns these nodes: none if pages come from anywhere.
     """
     nodes = placement(gpu_nodes(root), memory_nodes(root))
     if nodes and (error := _bind(region, nodes)) is not None:

@@ -352,5 +352,5 @@ class Pool:
         self._stopped.set()
 
     def close(self) -> None:
-        """Give up the memory of a pool that nobody has begun to use."""
+        """Give up the memory of a pool that is not in use yet."""
         self._region.close()

@@ -67,7 +67,7 @@ def yield_to_others() -> None:
 
 
 def _reserve(fd: int, num_bytes: int) -> None:
-    """Give all of a file its place; what is there stays. Nothing where that is not known.
+    """Allocate all blocks of a file, whose contents stay. Does nothing where the file system can't.
 
     Raises:
         OSError: there is no room.

@@ -14,11 +14,11 @@ from raykv.base.errors import SettingError
 from raykv.protocol.findings import MemoryLimit
 
 RESERVE_BYTES = 256 << 20
-"""Left free beside a pool: for the actors, for page tables, and for whatever else grows while the
+"""What a pool leaves free: for the actors, for page tables, and for whatever else grows while the
 pool's pages are touched one after another."""
 
 NEAR_BYTES = RESERVE_BYTES // 2
-"""So little is left that no further page is touched."""
+"""No further page is touched once so little is left."""
 
 MEMORY_USAGE_THRESHOLD = 0.95
 """Ray's default for RAY_memory_usage_threshold."""
@@ -30,8 +30,8 @@ _MIB = 1 << 20
 class PoolNeeds:
     """What a pool will take when all its pages are touched.
 
-    `present_bytes` of it are there already. `in_memory`: its pages can't be dropped or written
-    back, as those of a file on a disk can.
+    `present_bytes` of it are there already. Pages that are `in_memory` can't be dropped or written
+    back, unlike those of a file on a disk.
     """
 
     pool_bytes: int

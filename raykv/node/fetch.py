@@ -49,7 +49,7 @@ WINDOW = 2
 """Pieces of one fetch that are under way at a time."""
 
 GO_ON = (Refusal.CORRUPT, Refusal.CLEARED)
-"""What is wrong with the bytes that have come: another source may have better ones."""
+"""Refusals of the bytes that have come: another source may have better ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,8 +152,8 @@ class FetchService:
         return claimed
 
     def _begin(self, fetch: _Fetch) -> None:
-        """What is here already is not fetched, but was found. What has a size that no slot has is
-        nobody's fault.
+        """Settle the chunks that are here already, which count as found, and refuse those of a size
+        that no slot has. No source is blamed for these.
         """
         order, here = fetch.order, {}
         slab_bytes = self._keeper.geometry.slab_bytes
@@ -361,7 +361,7 @@ class FetchService:
             return self.breakers.report(time.monotonic(), but=names.IMPORT_PREFIX)
 
     def _settle(self, fetch: _Fetch, chunk: _WantedChunk, refusal: Refusal) -> None:
-        """The chunk is there, or will not be: nobody has to wait for it any more."""
+        """End the wait for a chunk: it is there, or will not come."""
         del fetch.left[chunk]
         chunk.refusal = refusal
         with self._lock:
@@ -370,7 +370,7 @@ class FetchService:
         chunk.done.set()
 
     def _end(self, fetch: _Fetch) -> None:
-        """Whatever happened: nobody waits for a chunk that will not come."""
+        """End the wait for all chunks that have not come, whatever happened."""
         is_late = time.monotonic() >= fetch.give_up_at
         for chunk in list(fetch.left):
             self._settle(fetch, chunk, Refusal.TOO_LATE if is_late else chunk.refusal)

@@ -49,15 +49,15 @@ KeepFloors = Callable[[Mapping[int, Mapping[str, int]], float], bool]
 class PoolKeeper:
     """See the module's docstring. Any thread may call.
 
-    `lock` is notified whenever a slot, the listing or what engines are told may have changed;
-    `mutex` is what it locks, for other conditions beside it.
+    `lock` is notified whenever a slot, the listing or an answer to engines may have changed. Other
+    conditions share its `mutex`.
 
     Args:
         node_id: Ray's.
         life: of the NodeActor; a later one is higher.
         geometry: of the pool.
         pool_path: of the pool file; empty: memory alone.
-        pin_share: of the pool, that pins may take.
+        pin_share: part of the pool that pins may take.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PoolKeeper:
         return not pool.is_short or pool.may_touch(record.slot, record.slot_bytes)
 
     def end_chunks(self, job: jobs.AdmittedJob, numbers: Sequence[int], *, ok: bool) -> None:
-        """Nobody copies these chunks of a job any more; see `Jobs.end_chunks`."""
+        """The copies of these chunks of a job have ended; see `Jobs.end_chunks`."""
         with self.lock:
             self._unchecked += self.owner.jobs.end_chunks(job, numbers, ok=ok)
             self.lock.notify_all()
@@ -130,7 +130,7 @@ class PoolKeeper:
     # Other nodes
 
     def land(self, chunk: ChunkRecord) -> ChunkRecord | Refusal:
-        """A slot for a chunk of another node, with its stamp there; `landed` ends it.
+        """Give a chunk of another node a slot; `landed` ends its write.
 
         `CLEARED`: it is void here. `HERE`: so is that chunk, and no older. `NO_ROOM`: as much is on
         its way as may be, or nothing may go.
@@ -147,8 +147,12 @@ class PoolKeeper:
             return record
 
     def landed(self, record: ChunkRecord, *, ok: bool, checksum: int | None = None) -> None:
-        """Nobody writes a chunk any more that was to land; with the checksum of its slot, where
-        that is known.
+        """The write of a landing chunk has ended.
+
+        Args:
+            record: of the chunk.
+            ok: all of it was written.
+            checksum: of its slot, where that is known.
         """
         with self.lock:
             self.owner.landings.landed(record, ok=ok)
@@ -167,7 +171,7 @@ class PoolKeeper:
             return self.owner.begin_read(namespace, keys, slot_bytes, self.now())
 
     def end_read(self, *records: ChunkRecord) -> None:
-        """Readers are done."""
+        """End the reads of some records."""
         with self.lock:
             self.owner.index.end_load(*records)
             self.lock.notify_all()
@@ -321,7 +325,7 @@ class PoolKeeper:
 
 
 def _restored(entry: PoolEntry) -> ChunkRecord:
-    """A chunk of a pool file, with a reader, to be found by nobody yet."""
+    """The record of a chunk of a pool file: it has a reader, and is not in the index yet."""
     return ChunkRecord(
         Namespace(entry.namespace),
         Key(entry.key),

@@ -39,10 +39,10 @@ from raykv.protocol.columns import require
 logger = logging.getLogger("raykv.node")
 
 MOST_QUERIES = 8
-"""Of one line, that wait for an answer: an EngineCore has one."""
+"""Queries of one line that may wait for an answer. An EngineCore sends one at a time."""
 
 MOST_FETCHES = 1024
-"""Of all lines, that wait for a thread; further ones are refused."""
+"""Fetches of all lines that may wait for a thread. Further ones are refused."""
 
 FETCH_THREADS = 4
 """Fetches that run at a time."""

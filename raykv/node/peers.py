@@ -1,4 +1,4 @@
-"""How NodeActors read from each other: protocols, and their implementation through Ray.
+"""How NodeActors read from each other: the protocols, and their implementation through Ray.
 
 A read is a call of the source's method `read`, whose return value travels through the object stores
 of both nodes: Ray moves the bytes, and frees them when the reference goes. `nixl` has the other
@@ -41,7 +41,7 @@ class PendingRead(Protocol):
         """
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Give the read up; its answer is dropped."""
 
 
 class PeerTransport(Protocol):
@@ -73,7 +73,7 @@ class Call(Protocol):
         """
 
     def again(self, method: str, *arguments: Any) -> Call:
-        """Ask the same actor another question, at once: nobody has to be found.
+        """Ask the same actor another question at once, without a lookup.
 
         Raises:
             PeerError: it can't be asked.
@@ -84,7 +84,7 @@ class Peers(Protocol):
     """The other NodeActors."""
 
     def call(self, source: columns.Source, method: str, *arguments: Any) -> Call:
-        """Ask one of them.
+        """Call a method of one of them.
 
         Raises:
             PeerError: there is no such node.

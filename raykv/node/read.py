@@ -55,7 +55,7 @@ class ReadService:
         self.bytes_sent = 0
 
     def read(self, request: Read) -> tuple[ReadReply, Bytes]:
-        """Copy out what is there of what is asked for.
+        """Copy out the wanted chunks that are here.
 
         Raises:
             MessageError: the request is invalid.
@@ -137,7 +137,7 @@ class ReadService:
         return _with_reads(reply, reads), good
 
     def _compared(self, record: ChunkRecord, data: Bytes) -> ChunkRead:
-        """What there is to say of a chunk that has a reader; `data` are its bytes."""
+        """Compare a chunk that has a reader with its checksum; `data` are its bytes."""
         checksum = xxhash.xxh3_64_intdigest(data.data)
         refusal = self.keeper.check_bytes(record, checksum)
         return ChunkRead(refusal, record.stamp, checksum, record.blocks)
@@ -172,7 +172,7 @@ def answer(
 
 
 def _is_answered(request: Read) -> bool:
-    """Whether a read is not too large."""
+    """Whether a read asks for one chunk, or for few enough bytes."""
     return len(request.keys) == 1 or sum(request.slot_bytes) <= MAX_READ_BYTES
 
 
@@ -195,7 +195,7 @@ def blocks_in(reply: ReadReply) -> dict[Key, Blocks]:
 
 
 def lent(memory: mmap.mmap, num_bytes: int, home: deque[mmap.mmap]) -> npt.NDArray[np.uint8]:
-    """An array over the beginning of `memory`, which goes home when nobody sees it any more."""
+    """An array over the beginning of `memory`, which goes home with the last view of it."""
     # All arrays over the memory, slices too, keep this one alive.
     owner = (ctypes.c_ubyte * num_bytes).from_buffer(memory)
     weakref.finalize(owner, home.append, memory).atexit = False
@@ -203,8 +203,8 @@ def lent(memory: mmap.mmap, num_bytes: int, home: deque[mmap.mmap]) -> npt.NDArr
 
 
 class Buffers:
-    """Memory for reads, of `BUFFER_BYTES` each. It comes back when nobody sees its bytes any more,
-    in any thread; callers of `take` take turns.
+    """Memory for reads, of `BUFFER_BYTES` each. A buffer comes back with the last view of its
+    bytes, in any thread. Callers of `take` take turns.
 
     Args:
         most: how many are made.

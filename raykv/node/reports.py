@@ -37,7 +37,7 @@ NODE_REPORT_S = 2.0
 SCHEDULER, HERE = "the scheduler actor", "the NodeActor"
 
 MOST_PINS = 8
-"""Whose keys are asked for between two reports."""
+"""Pins whose keys are asked for between two reports."""
 
 MOST_LOOKS = 8
 """Pieces of what has happened that are counted between two reports."""
@@ -165,7 +165,7 @@ class Reports:
         if raw:
             self._take(receive(raw, operator.OrdersDocument, SCHEDULER, HERE))
         else:
-            # An engine may have named orders that nobody has.
+            # An engine may have named orders that do not exist.
             soonest = time.monotonic() + deadlines.RETRY_PAUSES_S[0]
             self._next_at = max(self._next_at, soonest)
 

@@ -89,7 +89,7 @@ class StagingMemory:
 
     @property
     def num_free(self) -> int:
-        """Staging blocks that nobody uses."""
+        """Number of free staging blocks."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -217,7 +217,7 @@ class StagedLink(WorkerLink):
         job = self._jobs[request.job_id] = _Staged(request.job, deadline)
         self._submit_more(job)
         if job.is_store:
-            # Nobody waits for a store: what finds no room now is not stored.
+            # No request waits for a store: what finds no room now is not stored.
             job.fail_rest(Refusal.QUEUE_FULL)
         elif job.next_chunk < job.num_chunks:
             self._waiting.append(request.job_id)

@@ -253,7 +253,7 @@ class Lane:
             self._on_lost(CUDAError(f"the GPU hangs: no copy for {self._limits.hang_s:.0f} s"))
 
     def _poll(self, event: int, limit_s: float, stop: StopSign) -> bool | None:
-        """True: it is done. False: stopped before. None: neither within the limit."""
+        """True if the event is done, False if the copy was stopped, None after the limit."""
         began = time.monotonic()
         while not self._driver.is_done(event):
             if stop():
@@ -290,7 +290,7 @@ class Lane:
     def _get_buffer(self) -> int | None:
         """The staging buffer. One for all batches: the stream uses it for one after the other.
 
-        Its memory is asked for once; None: vLLM has taken all of it.
+        Its memory is asked for once; None if vLLM has taken all of it.
         """
         if self._buffer is None and self._has_memory:
             try:
@@ -326,7 +326,7 @@ class Lane:
 
     @property
     def _order(self) -> SourceOrder:
-        """Nobody writes to a slot of the pool that is being read; a KV cache is being written."""
+        """A slot that is read is not written meanwhile; a KV cache is."""
         return SourceOrder.ANY if self.direction is Direction.LOAD else SourceOrder.STREAM
 
 

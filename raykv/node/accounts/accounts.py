@@ -21,10 +21,10 @@ from raykv.protocol.listing import EVICTIONS, Reason
 from raykv.stream.descriptions import DescriptionBook
 
 DESCRIBED_BYTES = 64 << 20
-"""Of descriptions of chunks: about 60,000 of 128 tokens."""
+"""Bytes of chunks' descriptions: about 60,000 of 128 tokens."""
 
 MOST_CHANGES = 1024
-"""Of the listing, that are looked at in one go."""
+"""Changes of the listing that are looked at in one go."""
 
 
 class NodeAccounts:

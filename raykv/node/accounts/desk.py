@@ -28,7 +28,7 @@ from raykv.protocol.sessions import (
 )
 
 MOST_PIECES = 64
-"""Of a listing, that are looked at for one page."""
+"""Pieces of a listing that are looked at for one page."""
 
 QUESTIONS: dict[str, type[msgspec.Struct] | None] = {
     "chunks": reader.ChunkQuery,

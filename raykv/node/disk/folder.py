@@ -44,7 +44,7 @@ MAX_DAMAGED = 4
 MAX_FOLDERS = 1024
 
 MAX_FOREIGN = 64
-"""Folders of other users, or that others can write to, that are ignored."""
+"""Number of folders that may be ignored because other users own them or can write to them."""
 
 _FLOORS = "floors.json"
 
@@ -212,9 +212,9 @@ def _number_of(path: Path) -> int | None:
 
 
 def _claim(root: Path) -> tuple[Path, int]:
-    """A folder that nobody holds, and the descriptor that holds it from now on.
+    """Take a free folder; returns it with the descriptor that holds it from now on.
 
-    Those of other users are passed by.
+    Folders of other users are skipped.
     """
     refusals: list[OSError] = []
     for number in itertools.islice(itertools.count(), MAX_FOLDERS):

@@ -42,7 +42,7 @@ class Offers:
         self._held: dict[int, tuple[list[ChunkRecord], float]] = {}
 
     def begin(self, request: Read) -> Offer:
-        """Hold what is there of what is asked for.
+        """Hold the wanted chunks that are here.
 
         Raises:
             MessageError: the request is invalid.
@@ -72,7 +72,7 @@ class Offers:
             self.end(number)
 
     def expire_for_ever(self) -> None:
-        """A thread's body: nobody waits long for a node that has died."""
+        """End old offers for ever: the node that they are for may have died."""
         while True:
             time.sleep(deadlines.WAKE_S)
             self.expire()

@@ -35,7 +35,7 @@ logger = logging.getLogger("raykv.node")
 # How long a node that could not be read through NIXL, or has none, is read through Ray.
 NIXL_AGAIN_S = 60.0
 
-# Between two looks at transfers of NIXL, which wakes nobody up.
+# Between two looks at transfers: NIXL wakes no thread up.
 NIXL_LOOK_S = 0.0005
 
 
@@ -85,7 +85,7 @@ class NixlTransport:
         buffer = None if known is None else self._buffer(sum(request.slot_bytes))
         if known is None or buffer is None:
             return self._others.start_read(source, request)
-        # Ray may take long to find the source: nobody else waits for that.
+        # Without the lock: Ray may take long to find the source.
         asked = self.peers.call(source, "offer", framing.encode(request))
         read = _NixlRead(self, source, known, request, buffer, asked)
         with self._lock:

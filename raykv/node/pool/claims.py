@@ -1,4 +1,4 @@
-"""Why chunks stay longer than others, or go first: who wants it, and until when.
+"""Why chunks stay longer than others, or go first: claims, each with an owner and an end.
 
 A claim is one owner's, on a name, whether the chunk is there or not, and ends alone. The highest
 one counts. A chunk is released only if its one session has released it: what another has used as
@@ -41,7 +41,7 @@ FEW_ENDS = 1024
 """Ends of claims that were changed since, and are kept beside as many as there are claims."""
 
 PIN_SHARE = 0.25
-"""Of the pool, that pins may take by default."""
+"""Part of the pool that pins may take by default."""
 
 
 SOON_S = 1.0
@@ -49,7 +49,7 @@ SOON_S = 1.0
 
 
 class OwnerKind(IntEnum):
-    """Who wants something."""
+    """Kinds of owners of claims."""
 
     OPERATOR = 0
     REQUEST = 1
@@ -59,7 +59,7 @@ class OwnerKind(IntEnum):
 
 
 CLIENTS = (OwnerKind.REQUEST, OwnerKind.SESSION)
-"""What only these want has a share of its own."""
+"""What only these claim has a share of its own."""
 
 MOST_CLAIMS = {kind: 16_384 if kind is OwnerKind.REQUEST else 65_536 for kind in OwnerKind}
 """An eviction walks past what is pinned: some milliseconds at most."""
@@ -98,7 +98,7 @@ class Claims:
         pool_bytes: of the whole pool.
         find: the READY record of a name.
         stand: has a READY record go sooner or later.
-        share: of the pool, that pins may take.
+        share: part of the pool that pins may take.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Claims:
         # Whether there may be more room since it was tried to give it to what waits.
         self._has_room = False
         self.num_refused = self.num_released = 0
-        """Claims that there was no room for, and chunks that nobody would miss any more."""
+        """Numbers of refused claims, and of chunks that were released."""
 
     # Owners
 
@@ -231,14 +231,14 @@ class Claims:
             # This one takes its place.
             self._discount(name, claimed.record)
         if claimed.has_gone or claimed.record is not None:
-            # Who has released it had its last stores before.
+            # The session that has released it stored it before that.
             self._keep(claimed)
         claimed.record = record
         self._settle([claimed])
         self._fill()
 
     def found(self, record: ChunkRecord) -> None:
-        """A chunk that was released was used again: who has released it, misses it."""
+        """A released chunk was used again: its release is void."""
         name = record.namespace, record.key
         claimed = self._claimed.get(name)
         if claimed is not None:

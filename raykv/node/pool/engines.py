@@ -1,4 +1,4 @@
-"""The engines at a node: who has introduced itself, and is still there.
+"""The engines at a node: which have introduced themselves and are still there.
 
              hello                    bye, silent for `SILENT_S`
   (unknown) ───────► here ─────────────────────────────────────────► (unknown)
@@ -200,7 +200,7 @@ class LocalEngines:
         return self._engines.get(life)
 
     def hear(self, life: int, now: float) -> LocalEngine | None:
-        """An engine has said something; None: it is not here."""
+        """Note that an engine was heard; returns None if it is not here."""
         engine = self._engines.get(life)
         if engine is not None:
             engine.heard_at = now
@@ -228,7 +228,7 @@ class LocalEngines:
         ]
 
     def said(self) -> Iterator[tuple[int, str, Stamp, int]]:
-        """Who is here, in which namespace, and what each has said of its weights' names."""
+        """For each engine its life, its namespace, and what it has said of its weights' names."""
         return ((e.hello.life, e.hello.namespace, e.heard, e.weights) for e in self)
 
     def __iter__(self) -> Iterator[LocalEngine]:

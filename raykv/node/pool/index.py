@@ -82,7 +82,7 @@ class PoolIndex:
         listing: where changes are numbered.
         floors: what is void.
         companions: what is worth nothing once chunks of a namespace are gone.
-        pin_share: of the pool, that pins may take.
+        pin_share: part of the pool that pins may take.
     """
 
     def __init__(
@@ -142,8 +142,9 @@ class PoolIndex:
     def part_after(
         self, position: Position, most: int, wanted: Collection[Namespace] | None = None
     ) -> ListingPart:
-        """What a reader who is there reads next: at most `most` names that have changed, and
-        chunks of as many slots; of some namespaces only, the same ones for as long as it reads on.
+        """What a reader at that position reads next: at most `most` names that have changed, and
+        chunks of as many slots. `wanted` limits it to some namespaces, and stays the same for as
+        long as the reader goes on.
 
         Where `end` is not the listing's number there is more at once.
         """
@@ -158,7 +159,7 @@ class PoolIndex:
         start = Position(life, newest, 0, position.reader) if begins else position
         place = start.place
         if place != told.ALL_READ and wanted is not None:
-            # Nobody need walk through a pool of others.
+            # A reader need not walk through chunks of others.
             here = self.room.by_space
             if not any(each in here or self.shelf.has_any(each) for each in wanted):
                 place = told.ALL_READ
@@ -359,7 +360,7 @@ class PoolIndex:
                 known, refusal = kind, self._objection_to(*kind)
                 ready = self._ready.get(namespace, {})
             if not 0 < len(key) <= ids.MAX_KEY_BYTES:
-                # Nobody could be told of it.
+                # No message can name it.
                 found[name] = Refusal.BAD_HANDLE
             elif refusal is not None:
                 found[name] = refusal
@@ -438,8 +439,8 @@ class PoolIndex:
         self, records: Sequence[ChunkRecord], rank: int, *, ok: bool, blocks: Sequence[Blocks]
     ) -> list[ChunkRecord]:
         """A rank has stopped writing its parts of some chunks of a job, with these blocks of each;
-        returns those that are READY now, of which it was the last one. Whatever goes wrong here,
-        the rank writes none of them any more.
+        returns those that are READY now, of which it was the last one. Even if this raises, the
+        rank counts as a writer of none of them.
 
         Ranks that have stored other blocks than the ones before make a chunk void.
         """
@@ -495,8 +496,8 @@ class PoolIndex:
         self._free_if_idle(record)
 
     def adopt(self, records: Sequence[ChunkRecord]) -> None:
-        """Chunks that nobody has found so far are READY, those first that go first; each has one
-        reader, who is done. Those whose name has a chunk by now, or that are void, go.
+        """Make restored chunks READY, in the order in which they go, and end the one reader that
+        each has. Those that are void, or whose name has a chunk by now, go.
         """
         for record in records:
             record.readers -= 1

@@ -79,7 +79,7 @@ class AdmittedJob:
             self.under_way[at] = found
 
     def refuse_rest(self, refusal: Refusal) -> None:
-        """What nobody has refused so far has failed; copies that are under way are still to end."""
+        """Refuse all chunks that are not refused yet. Copies under way still have to end."""
         for at, found in enumerate(self.chunks):
             if not (isinstance(found, Refusal) and found):
                 self.chunks[at] = refusal
@@ -107,7 +107,7 @@ class Jobs:
         self._lines: dict[int, dict[int, list[int]]] = {}
         self._stores: dict[int, set[StorePart]] = {}
 
-    # Who is there
+    # Lines
 
     def begin_line(self, life: int, rank: int, num_ranks: int) -> None:
         """A worker is connected, perhaps before its last connection has ended."""
@@ -284,7 +284,7 @@ class Landings:
         self._num_begun = 0
 
     def land(self, chunk: ChunkRecord, now: float) -> ChunkRecord | Refusal:
-        """A chunk has come, or is about to: a slot to write it to, or why it gets none.
+        """Give a chunk that has come a slot to be written to, or say why it gets none.
 
         It was wanted here: for some seconds it does not go.
         """
@@ -301,7 +301,7 @@ class Landings:
         return record
 
     def landed(self, record: ChunkRecord, *, ok: bool) -> None:
-        """Nobody writes a chunk any more that was to land."""
+        """The write of a landing chunk has ended."""
         assert record in self._landing, record
         part = self._landing.pop(record)
         self._index.end_stores([record], 0, ok=ok, blocks=[record.blocks])

@@ -18,10 +18,10 @@ from raykv.base.ids import Key, Namespace
 from raykv.protocol.listing import Reason
 
 MOST_CHANGES = 32_768
-"""That are kept for readers; who is further behind begins anew."""
+"""Changes that are kept. A reader that is further behind begins anew."""
 
 MOST_UNREAD = 1024
-"""So far a reader may fall behind while nothing changes that it reads."""
+"""How far a reader may fall behind while nothing of its namespace changes."""
 
 
 class ListedStay(Protocol):
@@ -79,8 +79,8 @@ class Listing:
         return list(found.values()), number
 
     def has_news(self, number: int, namespace: Namespace) -> bool:
-        """Whether a reader of a namespace who is at a number is to read on: names of it have
-        changed since, or much else has.
+        """Whether a reader of a namespace that is at a number must read on: names of its namespace
+        have changed since, or very many others have.
         """
         missing = self.number - number
         if not 0 <= missing <= min(MOST_UNREAD, len(self._changes)):

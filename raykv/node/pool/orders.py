@@ -143,7 +143,7 @@ class LocalOrders:
                 self._claim(pin_id, pin)
 
     def _parts(self, namespace: str) -> list[Namespace]:
-        """Of a namespace, those that have chunks here; itself where none has."""
+        """The parts of a namespace that have chunks here; the namespace itself if none has."""
         parts = [each for each in self._index.sizes() if family_of(each) == namespace]
         return parts or [Namespace(namespace)]
 

@@ -70,7 +70,7 @@ class NodePool:
         node_id: Ray's.
         life: of the NodeActor and its listing; a later one is higher.
         geometry: of the pool.
-        pin_share: of the pool, that pins may take.
+        pin_share: part of the pool that pins may take.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class NodePool:
         return query.most > 0 and self._lacks(query.position, namespace)
 
     def _lacks(self, position: Position, namespace: Namespace) -> bool:
-        """Whether a reader who is there is to read on."""
+        """Whether a reader at that position must read on."""
         listing = self.index.listing
         if position.life != listing.life or position.place != ALL_READ:
             return True
@@ -316,7 +316,7 @@ class NodePool:
 
     def take_orders(self, document: operator.OrdersDocument, now: float) -> None:
         """A document of orders; nothing if its number is not later than that of the last one."""
-        # An engine that names orders which nobody has is believed once.
+        # An engine that names orders which do not exist is believed once.
         self._told_orders = NOTHING_ORDERED
         for family in self.orders.take(document, now):
             self.accounts.descriptions.forget(family or None)

@@ -76,7 +76,7 @@ class ChunkRecord(msgspec.Struct, eq=False, gc=False):
         slot_bytes: what the slot takes up.
         stamp: the orders under which its bytes were stored.
         blocks: those of it that are stored.
-        tenant: its label; empty: nobody's in particular.
+        tenant: label of the tenant; empty if the chunk belongs to none.
         slot: where its bytes are.
     """
 

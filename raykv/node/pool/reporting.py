@@ -34,7 +34,7 @@ MOST_ROWS = 1500
 which Ray takes along with the call."""
 
 MOST_WORDS = 1024
-"""Of sessions, that wait to be said."""
+"""Words of sessions that may wait for a report."""
 
 ALONE_S = 30.0
 """How long the last answer says who else has a namespace."""
@@ -46,7 +46,7 @@ PIECE = 4096
 """Slots that are looked at in one go, and chunks that are unmarked."""
 
 _NOTHING_MORE = (Standing.NORMAL, Standing.SPARE)
-"""How a chunk stands of which nobody wants more."""
+"""Standings of chunks without a claim that says more."""
 
 
 class Reporting:
@@ -106,7 +106,7 @@ class Reporting:
         return self._out
 
     def _part(self) -> ListingPart | None:
-        """What the directory has not read; None: it has all, or has not said how far it is."""
+        """The next part for the directory; None if it has all, or has not said how far it is."""
         if self._position is None or self._is_read:
             return None
         return self._index.part_after(self._position, MOST_ROWS)

@@ -1,4 +1,4 @@
-"""Who makes room: which chunks go so that another one has a slot.
+"""Making room: which chunks go so that another one has a slot.
 
 Chunks of one slot size, and of one tenant that has a share, have an order of eviction. A slot size
 that has less than its part of the slabs takes one from a size that has more, or that nobody has
@@ -24,7 +24,7 @@ NOBODY = ""
 """The label of all tenants that have no share of their own."""
 
 MOST_TENANTS = 4096
-"""That have chunks and are told apart; of others only those that have shares are."""
+"""Tenants that are told apart while they have chunks. Beyond it only those with shares are."""
 
 IDLE_S = 60.0
 """Idle time after which chunks of one slot size may be evicted to make room for another."""
@@ -189,7 +189,7 @@ class Room:
     def _parts(
         self, wanted: ChunkRecord, count: int, holders: Iterable[str], *, may_go_below: bool
     ) -> dict[str, int]:
-        """How many chunks each gives up, in one piece; those that are wanted count already."""
+        """Chunks that each holder gives up in one step. The wanted ones count as there already."""
         total, size = self._places.geometry.pool_bytes, wanted.slot_bytes
         orders = {holder: self._orders.get((size, holder)) for holder in holders}
         left = {holder: order.num_that_go for holder, order in orders.items() if order}
@@ -268,7 +268,7 @@ class Room:
 
     def _oldest(self, slabs: Iterable[int], below: Standing, may_go: MayGo) -> int | None:
         """The slab that was used longest ago, of those of which all chunks may go, and stand below
-        that, and nobody goes below its guarantee.
+        that, and no tenant goes below its guarantee.
         """
         total = self._places.geometry.pool_bytes
         least = {label: int(each.guaranteed * total) for label, each in self._shares.items()}

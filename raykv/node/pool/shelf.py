@@ -133,7 +133,7 @@ class Shelf:
         self.most_bytes = 0
         """Of all files together; the disk says it."""
         self.shares: Mapping[str, Share] = {}
-        """By tenant, of all others under `NOBODY`; empty: nobody has a share."""
+        """By tenant; that of all others is under `NOBODY`. Empty if there are no shares."""
         # Records that are being written, and whether each has gone well meanwhile.
         self._writing: dict[ChunkRecord, bool] = {}
         self.is_full = False

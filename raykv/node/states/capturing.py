@@ -51,7 +51,7 @@ Bytes = npt.NDArray[np.uint8]
 NUM_WRITERS = 4
 
 MAX_FOLDERS = 64
-"""Folders that are searched for files that nobody has read in time."""
+"""Folders that are searched for expired files."""
 
 
 class _RefusedError(Exception):
@@ -75,7 +75,7 @@ class Capturing:
     """See the module's docstring. Every method may be called from any thread.
 
     Args:
-        keeper: has the pool, beside which states are copied.
+        keeper: has the pool. Copies go to addresses relative to its beginning.
         rows: copies within the host's memory.
         give_way: lets loads go first; called before each part of a copy.
         answer: called with how the worker's job has ended, and the bytes that were copied.

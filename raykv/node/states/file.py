@@ -224,7 +224,7 @@ def _noted(path: str) -> str:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether nobody else can have put anything there."""
+    """Whether only this user can have written to the folder."""
     try:
         require_own_folder(folder)
     except PermissionError:
@@ -315,7 +315,7 @@ def cleanup_hidden_states(path: str, keep_hidden_states: bool = False) -> None: 
 
 
 def is_expired(lock: Path, now: float, ttl_s: float) -> bool:
-    """Whether a lock is one of ours, that old, and nobody writes or reads its file any more.
+    """Whether a lock is one of ours, older than `ttl_s`, and its file is neither written nor read.
 
     Args:
         lock: a path that ends in `LOCK_SUFFIX`.
@@ -342,7 +342,7 @@ def _said(text: bytes) -> str | None:
 
 
 def _await_writer(path: str, timeout_s: float) -> str:
-    """Sleep until nobody writes the file; returns why it might not be there.
+    """Sleep until the writer has let go of the file; returns why it might not be there.
 
     Raises:
         HiddenStatesError: it took too long, or the writer has said why there is none.
