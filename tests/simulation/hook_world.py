@@ -226,6 +226,7 @@ class Line:
         self.ended: list[CopyResult] = []
         self.is_closed = False
         self.node_life = place.life
+        self.node_id = ""
 
     @property
     def num_loaded(self) -> int:

@@ -57,6 +57,7 @@ class Link:
     """A line whose jobs end when everything of them is waited for."""
 
     node_life = 0
+    node_id = ""
 
     def __init__(self) -> None:
         self.submitted: list[JobRequest] = []
