@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -51,19 +52,26 @@ class Store(dict[str, bytes]):
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """What the actors of a test keep; its end waits for them, since they live on."""
     made = Store()
+    started.clear()
     monkeypatch.setattr(bequest, "put", made.put)
     monkeypatch.setattr(bequest, "get", made.get)
     monkeypatch.setattr(bequest, "delete", lambda name: made.pop(name, None))
     monkeypatch.setattr(bequest, "entries", made.entries)
     monkeypatch.setattr(steward, "RECONCILE_PAUSES_S", (0.01, 0.01))
     monkeypatch.setattr(orders_document, "MEMBERS_S", 0.0)
-    return made
+    yield made
+    wait_until(lambda: all(each._steward.has_kept for each in started), 10.0, "all is kept")
+
+
+started: list[SchedulerActor] = []
 
 
 def start() -> SchedulerActor:
-    return SchedulerActor("here")
+    started.append(SchedulerActor("here"))
+    return started[-1]
 
 
 def order(actor: SchedulerActor, what: operator.OperatorOrder) -> operator.OrderAnswer:
@@ -124,10 +132,12 @@ def test_nobody_hears_of_orders_that_the_store_may_not_have(
 
     def end_process(why: str) -> None:
         ended.append(why)
-        raise SystemExit
+        # bounded: with the tests; nothing of a process that has ended goes on
+        threading.Event().wait()
 
     monkeypatch.setattr(steward, "end_process", end_process)
     actor = start()
+    started.clear()
     before = carry_out(actor, operator.PauseOrder("a", paused=True))
     store.is_away = True
     order(actor, operator.PauseOrder("b", paused=False))
