@@ -49,7 +49,7 @@ WANTED_VLLM := $(if $(filter $(VLLM),$(OTHER_VLLM) $(basename $(OTHER_VLLM))),$(
 OVERLAY := $(VENV)-vllm-$(or $(notdir $(patsubst %/,%,$(WANTED_VLLM))),$(OTHER_VLLM))
 OVERLAY_STAMP := $(if $(filter cpu,$(EXTRA)),$(OVERLAY)/.raykv)
 TEST_BIN := $(if $(VLLM),$(OVERLAY)/bin,$(BIN))
-PYTEST_PURE = $(TEST_BIN)/pytest --numprocesses 2 $(PURE_TESTS)
+PYTEST_PURE = $(TEST_BIN)/pytest --numprocesses 2 --dist worksteal $(PURE_TESTS)
 # Nothing, where all tests run on one version. With what vLLM remembers of models in a place of its
 # own: each version forgets what the other has found, and looks at a model for seconds.
 ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,\
