@@ -35,7 +35,8 @@ GPU_LIMIT ?= 900
 NOT_RUN := build/not-run
 # What faces vLLM, and runs on the other version too. That simulations find planted bugs, and what
 # they say of shares, is the same there: `make test-extended` has it.
-FACING_VLLM := tests/unit/vllm tests/unit/serve tests/contract/serve \
+FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy/test_serve_yaml.py \
+	tests/unit/deploy/test_ray_service.py tests/contract/serve \
 	$(filter-out tests/simulation/test_shares.py,$(wildcard tests/simulation/test_*.py))
 
 # Once per invocation, not at every use.

@@ -64,7 +64,7 @@ MAX_TOLD = 256
 class WorkerReport(NamedTuple):
     """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker.
 
-    `node_id`: the Ray node of its host when the line failed last; empty: it says nothing.
+    `node_id`: the Ray node of its host, where the line has failed; empty: it says nothing.
     """
 
     life: int

@@ -57,6 +57,8 @@ class PlaceNode:
     def __init__(self, own: OwnNode, place: EnginePlace, geometry: PoolGeometry) -> None:
         self.place, self.geometry = place, geometry
         self.description: NodeDescription | None = None
+        # Those that its host had before, whose NodeActors have not been ended.
+        self.former: list[str] = []
         self._own = own
         self._is_own = place.node_id == own.node_id
         self._relay: Relay | None = None
@@ -67,7 +69,13 @@ class PlaceNode:
         return self._own.node_id if self._is_own else self.place.node_id
 
     def reach(self, node: NodeDescription) -> NodeDescription:
-        """The NodeActor is there: its description, as EngineCore's line reaches it."""
+        """The NodeActor is there: its description, as EngineCore's line reaches it.
+
+        Raises:
+            ClusterError: its host has another Ray node by now.
+        """
+        if node.node_id != self.node_id:
+            raise ClusterError(f"this host's Ray node is not {node.node_id[:12]} any more")
         self.description = node
         if self._own.has_on_host(self.node_id):
             return node
@@ -83,6 +91,7 @@ class PlaceNode:
                 node_id[:12],
                 self.place.node_id[:12],
             )
+            self.former.append(self.place.node_id)
             self.place = self.place._replace(node_id=node_id)
             self.description = None
 
@@ -145,12 +154,11 @@ class EngineRuntime:
         Raises:
             ClusterError: one is on a node of another cluster.
         """
-        if further := {each.node_id for each in places} - {self.node_id}:
-            for node_id in sorted(further - cluster.live_nodes()):
-                raise ClusterError(
-                    f"ranks of this engine run on Ray node {node_id[:12]}, which is no live node "
-                    f"of the cluster at {self.address}: {cluster.ONE_CLUSTER}"
-                )
+        for node_id in sorted(self._strangers(places)):
+            raise ClusterError(
+                f"ranks of this engine run on Ray node {node_id[:12]}, which is no live node of "
+                f"the cluster at {self.address}: {cluster.ONE_CLUSTER}"
+            )
         geometries = self._choose_geometries(places)
         self.nodes = [PlaceNode(self._own, each, geometries[each.node_id]) for each in places]
         self.session = session.Session(
@@ -163,6 +171,15 @@ class EngineRuntime:
             self._described,
         )
         self.session.follow = lambda at, node_id: self.nodes[at].follow(node_id)
+
+    def _strangers(self, places: Sequence[EnginePlace]) -> set[NodeId]:
+        """Nodes of places that are not in the cluster, as far as Ray answers."""
+        further = {each.node_id for each in places} - {self.node_id}
+        try:
+            return further - cluster.live_nodes() if further else set()
+        except Exception as error:
+            logger.warning("it is not known whether all ranks are in one cluster: %s", error)
+            return set()
 
     @property
     def node_id(self) -> str:
@@ -229,16 +246,20 @@ class EngineRuntime:
             ClusterError: there is none.
         """
         node = self.nodes[at]
-        if node.description is not None and not is_lost:
-            return node.reach(node.description)
+        description = node.description
+        if description is not None and not is_lost:
+            return node.reach(description)
         self._refuse_after_end()
         with self._locating:
             before = self.node_id
             if not self._own.follow():
                 raise ClusterError("this engine has no Ray node")
-            if self.node_id != before:
+            ended = [before] if self.node_id != before else []
+            while node.former:
+                ended.append(node.former.pop())
+            for node_id in ended:
                 with contextlib.suppress(Exception):
-                    ask.end_node_actor(before)
+                    ask.end_node_actor(node_id)
             self._find_actors()
             give_up_at = time.monotonic() + deadlines.ANSWER_S
             return node.reach(self._describe(node, give_up_at))

@@ -80,7 +80,7 @@ class ServePlan:
     @property
     def has_further_hosts(self) -> bool:
         """Whether ranks of the engine are on other hosts, too."""
-        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
         in_file = _from_config_file(self.flags, _HOSTS_FLAG)
         parser.add_argument("-n", _HOSTS_FLAG, dest="num_hosts", default=in_file or 1)
         try:
@@ -148,8 +148,6 @@ def serve(
     load_settings(plan.transfer[_EXTRA])
     if not vllm_command.is_installed():
         raise VersionError(f"vLLM is not installed: {with_extra('gpu', 'cpu')}")
-    found = find_model(model, _say)
-    plan = replace(plan, model=found.path, names=found.names)
     from raykv.cluster.join import (
         ONE_CLUSTER,
         check_reachable,
@@ -160,6 +158,8 @@ def serve(
 
     if plan.has_further_hosts and find_cluster(plan.ray_address) is None:
         raise ClusterError(f"there is no Ray cluster here to share with other hosts: {ONE_CLUSTER}")
+    found = find_model(model, _say)
+    plan = replace(plan, model=found.path, names=found.names)
     with _stop_requests() as stops:
         joined = ensure_cluster(plan.ray_address)
         check_reachable(joined.address)

@@ -238,6 +238,10 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
             )
 
             num_nodes = parsing.count("nnodes", arguments.pop("nnodes", 1))
+            sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+            if any(arguments.get(each, 1) != 1 for each in sizes):
+                # Else vLLM counts the GPUs of this host.
+                arguments["distributed_executor_backend"] = "mp"
             config = planning.engine_config(
                 {
                     **arguments,
@@ -247,6 +251,8 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
                 }
             )
             _refuse_others(model, config.model_config)
+            # Where all ranks have the same KV, nodes keep it once only if they have one host.
+            config.parallel_config.nnodes = num_nodes
             kv_cache, of_ranks = planning.planned_kv_cache(config)
             refuse_non_causal(kv_cache)
             own = config.kv_transfer_config.kv_connector_extra_config

@@ -125,8 +125,8 @@ class RayKVConnector(OffloadingConnector):
             replace_worker_side(self, worker)
             worker.watch(vllm_config)
             self._parallel = vllm_config.parallel_config
-            if self._parallel.nnodes_within_dp > 1:
-                worker.spec.where = partial(placement.follow_host, worker.spec.settings.ray_address)
+            if self._parallel.node_rank_within_dp > 0:
+                worker.host = placement.HostNode(worker.spec.settings.ray_address)
 
     def _start_scheduler_side(
         self, spec: RayKVOffloadingSpec, vllm_config: Any, kv_cache_config: Any

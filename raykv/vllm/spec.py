@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -111,8 +111,6 @@ class RayKVOffloadingSpec(OffloadingSpec):
         # chunks all ranks store a share.
         self.replicated_layout = bool(config.replicated_layout and not config.canonical_layout)
         self._manager: manager.RayOffloadingManager | None = None
-        # On a further host of the engine: its Ray node.
-        self.where: Callable[[], str] = str
         refuse_unsupported(config)
 
     @classmethod
@@ -236,7 +234,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def link_settings(self) -> LinkSettings:
         """Deadlines of the worker's line to its NodeActor."""
-        return LinkSettings(self.settings.step_deadline_s, where=self.where)
+        return LinkSettings(self.settings.step_deadline_s)
 
 
 def stores_prompts_alone(kv_cache_config: Any) -> bool:

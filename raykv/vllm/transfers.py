@@ -301,8 +301,7 @@ class RayOffloadingWorker(OffloadingWorker):
 
     def line_report(self) -> WorkerReport:
         """Which NodeActor is reached, and whether it is left alone."""
-        link = self._link
-        return WorkerReport(link.node_life, link.breaker_report(), link.node_id)
+        return WorkerReport(self._link.node_life, self._link.breaker_report())
 
     def set_target(self, target: LinkTarget | None) -> None:
         """Where the NodeActor is; None leaves it as it was."""

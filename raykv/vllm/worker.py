@@ -25,6 +25,7 @@ from raykv.engine.lines import WorkerReport
 from raykv.protocol.measures import BreakerReport
 from raykv.vllm import kv_form, transfers
 from raykv.vllm.identity import adapters, weight_watch
+from raykv.vllm.identity.placement import HostNode
 from raykv.vllm.internals.offloading import WorkerTables
 
 logger = logging.getLogger("raykv")
@@ -47,6 +48,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         # and what was reported of the line, last the life of the place in which it had failed.
         self._place_life = self._failed_before = 0
         self._reported_line = (0, 0, 0, 0, "")
+        # Of a rank on a further host than EngineCore's.
+        self.host: HostNode | None = None
         # Else a request can't go on from a block that did not come: with several KV groups block
         # ids are ambiguous, and before a window there is nothing. Then it is reported as a whole.
         self._by_request = not kv_form.keeps_every_block(kv_cache_config)
@@ -326,8 +329,12 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         return self.take_meta()
 
     def _line_report(self) -> WorkerReport:
+        """With the Ray node of a further host, while there is no line."""
         worker = self.raykv
-        return NO_LINE if worker is None else worker.line_report()
+        line = NO_LINE if worker is None else worker.line_report()
+        if self.host is None or line.life:
+            return line
+        return line._replace(node_id=self.host.now())
 
     def _report_line(self, meta: transfers.RayKVWorkerMetadata) -> None:
         """Only when it leads elsewhere, a breaker has opened or closed, or it has failed in another

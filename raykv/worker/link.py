@@ -67,16 +67,12 @@ _NEVER_FAILED = measures.BreakerReport()
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """Deadlines in seconds. `step_deadline_s` is that of loads, and of a wait for stores.
-
-    `where`: the Ray node of this host now, asked on the link's thread when the line has failed.
-    """
+    """Deadlines in seconds. `step_deadline_s` is that of loads, and of a wait for stores."""
 
     step_deadline_s: float = Settings.step_deadline_s
     store_deadline_s: float = deadlines.STORE_DEADLINE_S
     cancel_grace_s: float = deadlines.GRACE_S
     connect_deadline_s: float = deadlines.ANSWER_S
-    where: Callable[[], str] = str
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,6 @@ class WorkerLink:
         self._breakers = breaker.Breakers(breaker.Pauses(*deadlines.RETRY_PAUSES_S))
         # Why the NodeActor can't open the KV cache, as it said last; else empty.
         self.unsuited = ""
-        # The Ray node that this host had when the line failed last, if that is looked for.
-        self.node_id = ""
         # Only the link's own thread touches the rest.
         self._sock: socket.socket | None = None
         self._socket_name = ""
@@ -340,7 +334,6 @@ class WorkerLink:
 
     def _failed(self, call: int, reason: str) -> None:
         """Leave the NodeActor alone for a while; said once until it is back."""
-        self.node_id = self._settings.where()
         with self._lock:
             is_new = self._breakers.failed(measures.OWN_NODE, call, time.monotonic(), reason)
         if is_new and not self._stopping:

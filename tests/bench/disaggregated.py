@@ -29,7 +29,6 @@ from tests.bench.serving import BLOCK, Bed
 from tests.fixtures.ports import free_port
 
 APART, SAME_CORE, ONE = "apart", "decode engine alone, one core", "one engine, both cores"
-SUBJECTS = (APART, SAME_CORE, ONE)
 
 PREFILL_NODE = "raykv_prefill"
 """The resource of the prefill engine's node."""

@@ -37,7 +37,6 @@ CELL_DEADLINE_S = 600
 START_DEADLINE_S = 600
 STOP_DEADLINE_S = 60
 COLOURS = 64
-SERVE = re.compile(r"^\$ ((?:\w+=\w+ )*)(raykv serve .*)$", re.MULTILINE)
 SERVER = os.environ.get("OPENAI_BASE_URL", "http://localhost:8000/v1").removesuffix("/v1")
 
 

@@ -104,8 +104,11 @@ def test_adapter_with_other_files_after_a_restart_is_not_served_the_old_kv(world
     assert world.ask(tokens, adapter) == (old, LENGTH)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("says_so_again", [True, False], ids=["every-request", "only-once"])
+@pytest.mark.parametrize(
+    "says_so_again",
+    [True, pytest.param(False, marks=pytest.mark.extended)],
+    ids=["every-request", "only-once"],
+)
 def test_adapter_that_is_loaded_in_place_is_not_served_the_old_kv(
     world: World, says_so_again: bool
 ) -> None:

@@ -34,7 +34,6 @@ from raykv.serve.router.trail import read_trail
 
 MOST_MS = 1.0
 TOKENS, BLOCK, TURN = 4096, 16, 256
-MOST_KEYS = 1024
 LENGTHS = (7_000, 30_000, 95_000, 250_000)
 NUM_REPLICAS, NUM_NODES = 64, 16
 SYSTEM_TOKENS = 4000

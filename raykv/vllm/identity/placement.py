@@ -16,7 +16,10 @@ import hashlib
 import json
 import os
 import socket
+import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +29,17 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from raykv.base import geometry
-from raykv.base.errors import SettingError
+from raykv.base.errors import SettingError, ThreadError
 from raykv.base.ids import NodeId, shape_name
-from raykv.cluster.join import raylets
+from raykv.base.threads import begun
+from raykv.cluster.join import Raylet, raylets, successor
 from raykv.engine.listed import EnginePlace
 from raykv.engine.runtime import new_life
 from raykv.memory.limits import worker_limits
 from raykv.memory.room import tightest
+
+# Between two looks at the host's processes, while a rank has no line to its NodeActor.
+LOOK_AGAIN_S = 1.0
 
 BUNDLES_CHOSEN = "VLLM_RAY_BUNDLE_INDICES"
 """Where the user tells vLLM which bundles to take, by number: "2,3"."""
@@ -89,10 +96,14 @@ def rank_of(spec: Any) -> RankPlace:
     )
 
 
+def _raylets_of(address: str) -> list[Raylet]:
+    """This user's raylets of this host that are in a cluster, or in any."""
+    return [each for each in raylets() if each.is_own and address in ("", "auto", each.address)]
+
+
 def _node_of_host(address: str) -> tuple[str, str]:
     """The Ray node of this host, or why none can be named."""
-    host = socket.gethostname()
-    found = [each for each in raylets() if each.is_own and address in ("", "auto", each.address)]
+    host, found = socket.gethostname(), _raylets_of(address)
     if len(found) == 1:
         return found[0].node_id, ""
     if not found:
@@ -100,9 +111,35 @@ def _node_of_host(address: str) -> tuple[str, str]:
     return "", f"{len(found)} Ray nodes run on host {host}: set ray_address to the cluster's"
 
 
-def follow_host(address: str) -> str:
-    """The Ray node of this host now; empty: none can be named."""
-    return _node_of_host(address)[0]
+class HostNode:
+    """The Ray node of this host, for ranks that live on when it ends, as those of `--nnodes` do.
+
+    A thread of its own reads the host's processes, one look at a time: that may take long.
+
+    Args:
+        address: of the cluster; empty: the only one of this host.
+    """
+
+    def __init__(self, address: str) -> None:
+        there = _raylets_of(address)
+        self._raylet = there[0] if len(there) == 1 else None
+        self._look: Future[list[Raylet]] | None = None
+        self._look_at = 0.0
+
+    def now(self) -> str:
+        """Its id, as it was found last, or empty; begins to look for the next one. Never waits."""
+        if self._raylet is None:
+            return ""
+        look, now = self._look, time.monotonic()
+        if look is not None and look.done():
+            self._look = None
+            if look.exception() is None:
+                self._raylet = successor(self._raylet, look.result()) or self._raylet
+        if self._look is None and now >= self._look_at:
+            self._look_at = now + LOOK_AGAIN_S
+            with suppress(ThreadError):
+                self._look = begun(raylets)
+        return self._raylet.node_id
 
 
 def refuse_launcher(parallel_config: Any) -> None:

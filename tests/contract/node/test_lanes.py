@@ -7,6 +7,7 @@ test says so; in the second a driver does in memory what CUDA may do, late and i
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -32,7 +33,7 @@ from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import lives
 from tests.fixtures.node.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
-from tests.fixtures.node.links import PATIENT, Worker
+from tests.fixtures.node.links import PATIENT, Worker, failures
 from tests.fixtures.node.local import LocalNode
 from tests.fixtures.waiting import wait_until
 
@@ -465,6 +466,20 @@ def two() -> Iterator[Two]:
     yield workers[0], workers[1]
     for worker in workers:
         worker.end()
+    node.stop()
+
+
+def test_copies_begin_when_their_jobs_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when a thread looks the next time."""
+    monkeypatch.setattr("raykv.base.deadlines.WAKE_S", 4.0)
+    node = LocalNode(32, num_slabs=2)
+    node.start()
+    worker = Worker(node, [PAGE], 1, settings=PATIENT)
+    began = time.monotonic()
+    assert worker.store([0, 1], [0, 1]) == []
+    assert not failures(worker.run(worker.job(Direction.LOAD, [0, 1], [2, 3])))
+    assert time.monotonic() - began < 2.0
+    worker.end()
     node.stop()
 
 

@@ -178,7 +178,7 @@ def test_plan_serve_refuses_a_setting_given_twice_only_when_the_values_differ() 
         plan(*theirs, pool_bytes="2048")
 
 
-@pytest.mark.parametrize("flags", [["--nnodes", "2"], ["--nnodes=2"], ["-n", "2"], ["-n2"]])
+@pytest.mark.parametrize("flags", [["--nnodes", "2"], ["--nnode=2"], ["-n", "2"], ["-n2"]])
 def test_engine_with_further_hosts_needs_a_cluster_that_they_share(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]
 ) -> None:

@@ -12,12 +12,13 @@ import msgspec
 import pytest
 
 from raykv.base.errors import HandleError
-from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, Refusal
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, NodeId, Refusal
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import export_kv
 from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices
-from raykv.node.service import NodeService
+from raykv.node.keeper import PoolKeeper
+from raykv.node.service import NodeService, boot_life
 from raykv.protocol import wire
 from raykv.protocol.engine import Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -199,6 +200,26 @@ def test_killed_worker_is_closed_at_once(world: World, stage: str) -> None:
 
 
 # The NodeActor can't
+
+
+def test_worker_attaches_again_to_next_life_of_node(world: World) -> None:
+    worker = world.worker(num_ranks=1)
+    world.service.stop()
+    wait_until(lambda: worker.link.node_life == 0, LONG_S, "the line breaks")
+    keeper = PoolKeeper(NodeId("node"), boot_life(), world.service.keeper.geometry)
+    devices = Devices(lambda: world.cuda, make_backend)
+    again = NodeService(world.service.socket_name, keeper, devices)
+    again.start()
+    try:
+        wait_until(lambda: worker.link.node_life == keeper.life, LONG_S, "it attaches again")
+        worker.core.wait()
+        worker.service = again
+        assert worker.run(Direction.STORE, [0], [1, 2]) == []
+        assert worker.run(Direction.LOAD, [0], [8, 9]) == []
+        assert worker.block(8) == worker.block(1)
+    finally:
+        worker.link.close(5.0)
+        again.stop()
 
 
 def attach(service: NodeService, worker: Worker, **changed: Any) -> Welcome:

@@ -117,7 +117,9 @@ def num_faults(node: Node) -> int:
     return int(stat.rpartition(")")[2].split()[7])
 
 
-@pytest.mark.parametrize(("blocks_per_chunk", "pages"), [(1, [4096]), (4, [128, 1024, 64])])
+@pytest.mark.parametrize(
+    ("blocks_per_chunk", "pages"), [(1, [4096]), (1, [128, 1024, 64]), (4, [128, 1024, 64])]
+)
 def test_bytes_of_one_engine_come_back_in_other_engine(
     make_node: MakeNode, blocks_per_chunk: int, pages: list[int]
 ) -> None:

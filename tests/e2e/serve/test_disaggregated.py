@@ -27,7 +27,7 @@ from tests.fixtures.ports import free_port
 from tests.fixtures.tiny_tokenizer import write_tiny_tokenizer
 from tests.fixtures.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 BLOCK = 32
 MIN_PROMPT_TOKENS = 4 * BLOCK
@@ -165,11 +165,13 @@ def test_prompts_of_agents_are_prefilled_too(application: Application, path: str
     assert (answer.status, answer.course) == (200, "prefilled"), answer
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("application")
 def test_engines_are_on_nodes_of_their_own(cluster: Cluster) -> None:
     assert len({engine.node_id for engine in cluster.status().engines}) == 2
 
 
+@pytest.mark.extended
 def test_chat_is_streamed_from_the_decode_engine(application: Application) -> None:
     body = {
         "messages": [{"role": "user", "content": TEXT}],
@@ -201,11 +203,13 @@ def test_chat_is_streamed_from_the_decode_engine(application: Application) -> No
     assert said == cold.body["choices"][0]["message"]["content"]
 
 
+@pytest.mark.extended
 def test_short_prompt_is_left_to_the_decode_engine(application: Application) -> None:
     assert application.complete(prompt(2, MIN_PROMPT_TOKENS - 1)).course == "short"
     assert application.complete(prompt(3, MIN_PROMPT_TOKENS)).course == "prefilled"
 
 
+@pytest.mark.extended
 def test_refusal_is_about_the_clients_own_request(application: Application) -> None:
     body = {"prompt": prompt(4, 200), "max_tokens": -1, "temperature": 0}
     answer = application.post("/v1/completions", body)
@@ -216,6 +220,7 @@ def test_refusal_is_about_the_clients_own_request(application: Application) -> N
     assert "temperature" in answer.body["error"]["message"]
 
 
+@pytest.mark.extended
 def test_client_that_leaves_ends_its_request(application: Application) -> None:
     with closing(application.connection()) as connection:
         body = {
@@ -233,6 +238,7 @@ def test_client_that_leaves_ends_its_request(application: Application) -> None:
     wait_until(lambda: application.running() == 0, 5.0, "the engine has nothing to do")
 
 
+@pytest.mark.extended
 def test_benchmark_measures_both_kinds_of_engines(application: Application) -> None:
     result = Result("disaggregated")
     load = PromptLoad((MIN_PROMPT_TOKENS, 2 * MIN_PROMPT_TOKENS), stream_tokens=6, most_tokens=64)
@@ -241,6 +247,7 @@ def test_benchmark_measures_both_kinds_of_engines(application: Application) -> N
     assert all(value > 0 for row in result.rows for value in row.values)
 
 
+@pytest.mark.extended
 def test_killed_prefill_engine_costs_a_computation_and_no_request(
     application: Application,
 ) -> None:

@@ -22,7 +22,7 @@ from raykv.protocol import operator
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer, Naming
 from raykv.protocol.events import EventPage
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.measures import ClusterMetrics
 from raykv.protocol.node import Report, ReportAnswer
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, WherePage, WhereQuery
@@ -31,7 +31,6 @@ from raykv.protocol.status import ClusterStatus
 from tests.fixtures.directory.reporting import engine_of
 from tests.fixtures.waiting import wait_until
 
-V = PROTOCOL_VERSION
 YEAR = 365.25 * 86_400
 
 

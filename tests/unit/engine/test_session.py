@@ -408,11 +408,14 @@ def test_engine_with_two_places_follows_and_tells_both() -> None:
         assert key(2) not in engine.view.loadable, "half of it"
         engine.view.start_request("r", RequestOptions())
         engine.view.prepare_load([key(1)], "r")
+        engine.view.accounts.open("other", 32)
+        engine.view.accounts.close("other", [])
         engine.until(lambda: all(found_keys(each) for each in (one, two)), "both are told")
         assert found_keys(one) == found_keys(two) == [key(1)]
         assert {tell.life for tell in two.tells} == {11}
         assert any(tell.counters for tell in one.tells)
-        assert not any(tell.counters or tell.described for tell in two.tells)
+        assert any(tell.finished for tell in one.tells)
+        assert not any(t.counters or t.described or t.finished for t in two.tells)
         described_in = [each.namespace for tell in one.tells for each in tell.described]
         assert described_in == ["ns/0", "earlier/0"]
         two.drop(key(1), namespace=names[1])
@@ -436,7 +439,7 @@ def test_engine_whose_second_place_falls_silent_has_nothing(
         for at, place in enumerate((one, two)):
             place.store(key(1), namespace=f"ns/{at}")
         engine.begin()
-        assert engine.lookup(1) is Lookup.HIT
+        engine.until(lambda: engine.lookup(1) is Lookup.HIT, "both places have it")
         two.refusal = "not any more"
         two.hang_up()
         engine.until(lambda: not engine.view.loadable, "nothing is believed of it")

@@ -25,7 +25,7 @@ from raykv.protocol.columns import (
     SourceRows,
     Texts,
 )
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 from raykv.protocol.listing import (
     ListedRow,
     ListedRows,
@@ -39,7 +39,6 @@ from raykv.protocol.reader import PrefixQuery
 from raykv.protocol.sessions import SessionNews, SessionOrder, SessionWord
 from raykv.protocol.worker import JobResults
 
-V = PROTOCOL_VERSION
 BIG = (1 << 63) - 1
 ONE, TWO = Numbers.of([0]), Numbers.of([0, 1])
 KEYS = Keys.of([b"one", b"two"])
@@ -156,7 +155,7 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (copies.Read, {"keys": Keys.of([b"one", b""])}),
     (ListedRows, {"where": b"\x01\x00"}),
     (ListedRows, {"where": b"\x01\x00\x08"}),
-    (ListedRows, {"reasons": b"\x01\x03\x09"}),
+    (ListedRows, {"reasons": b"\x01\x03\x08"}),
     (ListedRows, {"namespaces": (["a", "b"], Numbers.of([0, 1, 2]))}),
     (ListedRows, {"namespaces": (["a", "b"], Numbers.of([0, 1, -1]))}),
     (ListedRows, {"namespaces": (["a", "b" * 5000], Numbers.of([0, 1, 0]))}),

@@ -104,6 +104,20 @@ def test_each_node_of_an_engine_keeps_its_ranks_part_of_a_chunk(tmp_path: Path) 
     assert 3 * stages.node_bytes == 2 * stages.slot_bytes
 
 
+def test_latents_that_all_ranks_have_are_kept_by_each_rank_of_several_nodes(
+    tmp_path: Path,
+) -> None:
+    """As vLLM's connector stores them: once only where all ranks are on one host."""
+    model = str(build("deepseek", tmp_path))
+    whole, spread = (
+        plan(model, {}, {**ENGINE, **ZOO["deepseek"].engine, "tensor_parallel_size": 2, **more})
+        for more in ({}, {"nnodes": 2})
+    )
+    assert (whole.shape.num_parts, spread.shape.num_parts) == (1, 2)
+    assert spread.bytes_per_token == 2 * whole.bytes_per_token
+    assert spread.shape.node_bytes == whole.shape.slot_bytes
+
+
 @pytest.mark.parametrize(
     ("name", "kinds", "chunks"),
     [

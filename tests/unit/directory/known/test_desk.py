@@ -13,11 +13,9 @@ from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.protocol import operator
 from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import Naming
-from raykv.protocol.framing import PROTOCOL_VERSION, decode
+from raykv.protocol.framing import decode
 from raykv.protocol.node import ReportedEngine
 from tests.fixtures.directory.reporting import engine_of
-
-V = PROTOCOL_VERSION
 
 
 class Store:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import tracemalloc
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -31,8 +31,6 @@ from tests.fixtures.serve_handle import Handle, Pieces
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 DIED = ActorDiedError()
 AWAY = ActorUnavailableError("away", b"0" * 16)
-
-Answer = Callable[[HttpRequest], AsyncGenerator[Head | bytes, None]]
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,14 @@ from raykv.base.ids import NodeId
 from raykv.cluster.join import Raylet
 from raykv.engine.listed import EnginePlace
 from raykv.vllm.identity.placement import (
+    HostNode,
     RankPlace,
     has_one_place,
     place_of_rank,
     places_of,
     refuse_spread,
 )
+from tests.fixtures.waiting import wait_until
 
 PAGE = 4096
 
@@ -171,3 +174,41 @@ def test_rank_on_a_further_host_is_at_the_ray_node_there(
     if why:
         with pytest.raises(SettingError, match=why):
             places_of([said(0), place], 2, "own")
+
+
+def test_next_ray_node_of_a_further_host_is_found_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is anything lost where this host's processes can't be read, or not for a while."""
+    there, may_answer = [raylet("a", "head:1")], threading.Event()
+    looks: list[int] = []
+
+    def look() -> list[Raylet]:
+        looks.append(len(looks))
+        if len(looks) == 2:
+            raise OSError("too many open files")
+        if len(looks) > 2:
+            may_answer.wait(10.0)
+        return there
+
+    monkeypatch.setattr("raykv.vllm.identity.placement.raylets", look)
+    monkeypatch.setattr("raykv.vllm.identity.placement.LOOK_AGAIN_S", 0.0)
+    host = HostNode("")
+    there = [raylet("other", "else:1"), Raylet("next", "head:1", 1.0)]
+
+    def is_looking() -> bool:
+        assert host.now() == "a"
+        return len(looks) > 2
+
+    wait_until(is_looking, 10.0, "it is looked for again")
+    assert host.now() == "a"
+    may_answer.set()
+    wait_until(lambda: host.now() == "next", 10.0, "it is found")
+
+
+@pytest.mark.parametrize("there", [[], [raylet("a", "head:1"), raylet("b", "other:1")]])
+def test_host_without_one_ray_node_says_nothing(
+    there: list[Raylet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raykv.vllm.identity.placement.raylets", lambda: there)
+    assert HostNode("").now() == ""
