@@ -187,6 +187,8 @@ def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
 
         def are_known() -> bool:
             """The NodeActor tells of them some at a time, after it has read which there are."""
+            if not cluster.status().namespaces:
+                return False
             found = [cluster.lookup(tokens=the_prompt(seed)).cached_tokens for seed in seeds]
             return found == [PROMPT_CHUNKS * BLOCK] * len(seeds)
 

@@ -60,6 +60,7 @@ def account(tmp_path: Path) -> Iterator[Account]:
         stop_started(made.address)
 
 
+@pytest.mark.extended
 def test_other_programs_neither_join_it_nor_wait_for_it_nor_find_a_token(account: Account) -> None:
     others = joined_by_others()
     (account.address,) = ADDRESS.findall(account.raykv("up", "--pool-bytes", "64MiB").stderr)

@@ -135,6 +135,7 @@ def test_up_changes_nothing_the_second_time(cluster: Cluster, up: str) -> None:
     run("up", "--pool-bytes", "32MiB", "--address", cluster.address)
 
 
+@pytest.mark.extended
 def test_up_heeds_the_settings_of_metrics_on_later_nodes_too(nodes: Nodes) -> None:
     status = nodes.cluster.status()
     assert [node.metrics for node in status.nodes] == ["", ""]
