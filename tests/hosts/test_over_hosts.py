@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from raykv.lab.bench.prompts import prompt
 from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.lab.hosts.cluster import COMMAND, HostEngine, raylet_of
 from raykv.lab.hosts.network import Host, networked
+from raykv.serve.arguments import to_flags
 from tests.fixtures.engine_child import ADDRESS, MEETING, RESOURCES
 from tests.fixtures.forked_engine import import_ahead
 from tests.fixtures.hosts.cluster import HostCluster
@@ -27,6 +28,13 @@ from tests.fixtures.waiting import wait_until
 
 POOL = "256MiB"
 MEETING_PORT = 29511
+RANKS = {"tensor_parallel_size": 2}
+# vLLM's CPU worker makes the buffers between stages only when it warms the model up.
+STAGES = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 1, "backend": "eager"},
+}
 
 pytestmark = [pytest.mark.hosts, pytest.mark.extended, pytest.mark.timeout(900)]
 
@@ -73,23 +81,26 @@ def ranks_in_ray_actors(cluster: HostCluster, near: Host, far: Host) -> Iterator
         RESOURCES: f"node:{near.address},node:{far.address}",
         MEETING: near.address,
     }
-    yield {"ranks_in_ray_actors": True}
+    yield {"ranks_in_ray_actors": True, **RANKS}
 
 
 @contextmanager
-def ranks_of_two_commands(cluster: HostCluster, near: Host, far: Host) -> Iterator[dict[str, Any]]:
+def ranks_of_two_commands(
+    cluster: HostCluster, near: Host, far: Host, sizes: Mapping[str, Any] = RANKS
+) -> Iterator[dict[str, Any]]:
     """As with `--nnodes`: the far rank belongs to a command of the user's there."""
     both = {
         "nnodes": 2,
         "master_addr": near.address,
         "master_port": MEETING_PORT,
         "distributed_executor_backend": "mp",
-        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+        **sizes,
     }
     flags = {**both, "node_rank": 1, "max_model_len": 4096, "block_size": 32, "dtype": "float32"}
     command = [sys.executable, "-c", COMMAND, "serve", str(cluster.network.folder / "model")]
-    command += ["--address", cluster.address, "--pool-bytes", POOL, "--headless", "--enforce-eager"]
-    command += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    command += ["--address", cluster.address, "--pool-bytes", POOL, "--headless"]
+    command += to_flags(flags)
     with Path(far.disk, "serve.log").open("ab") as log:
         served = subprocess.Popen(
             far.spaces.entering(*command),
@@ -104,7 +115,16 @@ def ranks_of_two_commands(cluster: HostCluster, near: Host, far: Host) -> Iterat
         served.wait(60.0)
 
 
-@pytest.fixture(scope="module", params=[ranks_in_ray_actors, ranks_of_two_commands])
+def stages_of_two_commands(
+    cluster: HostCluster, near: Host, far: Host
+) -> AbstractContextManager[dict[str, Any]]:
+    """Each has a pipeline stage."""
+    return ranks_of_two_commands(cluster, near, far, STAGES)
+
+
+@pytest.fixture(
+    scope="module", params=[ranks_in_ray_actors, ranks_of_two_commands, stages_of_two_commands]
+)
 def over(request: pytest.FixtureRequest) -> Iterator[OverHosts]:
     import_ahead()
     with networked() as network, ExitStack() as stack:
@@ -121,7 +141,7 @@ def over(request: pytest.FixtureRequest) -> Iterator[OverHosts]:
             near.disk / "engine.log",
             {"pool_bytes": POOL},
             cores="0",
-            **{"tensor_parallel_size": 2, **how},
+            **how,
         )
         stack.callback(engine.stop)
         yield OverHosts(cluster, near, far, engine, how)

@@ -133,8 +133,9 @@ class HostNode:
         look, now = self._look, time.monotonic()
         if look is not None and look.done():
             self._look = None
-            if look.exception() is None:
-                self._raylet = successor(self._raylet, look.result()) or self._raylet
+            there = [] if look.exception() is not None else look.result()
+            if not any(each.node_id == self._raylet.node_id for each in there):
+                self._raylet = successor(self._raylet, there) or self._raylet
         if self._look is None and now >= self._look_at:
             self._look_at = now + LOOK_AGAIN_S
             with suppress(ThreadError):

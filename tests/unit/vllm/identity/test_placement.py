@@ -180,7 +180,8 @@ def test_next_ray_node_of_a_further_host_is_found_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is anything lost where this host's processes can't be read, or not for a while."""
-    there, may_answer = [raylet("a", "head:1")], threading.Event()
+    own, later = raylet("a", "head:1"), Raylet("next", "head:1", 1.0)
+    there, may_answer = [own], threading.Event()
     looks: list[int] = []
 
     def look() -> list[Raylet]:
@@ -194,7 +195,7 @@ def test_next_ray_node_of_a_further_host_is_found_without_waiting(
     monkeypatch.setattr("raykv.vllm.identity.placement.raylets", look)
     monkeypatch.setattr("raykv.vllm.identity.placement.LOOK_AGAIN_S", 0.0)
     host = HostNode("")
-    there = [raylet("other", "else:1"), Raylet("next", "head:1", 1.0)]
+    there = [own, raylet("other", "else:1"), later]
 
     def is_looking() -> bool:
         assert host.now() == "a"
@@ -203,6 +204,14 @@ def test_next_ray_node_of_a_further_host_is_found_without_waiting(
     wait_until(is_looking, 10.0, "it is looked for again")
     assert host.now() == "a"
     may_answer.set()
+    num_looks = len(looks)
+
+    def has_looked_again() -> bool:
+        assert host.now() == "a", "it is still there"
+        return len(looks) > num_looks + 1
+
+    wait_until(has_looked_again, 10.0, "it is looked for again")
+    there = [later]
     wait_until(lambda: host.now() == "next", 10.0, "it is found")
 
 
