@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from raykv.base.errors import NotFoundError
 from raykv.base.geometry import aligned
 from raykv.cli import app
 from raykv.client.cluster import Cluster
@@ -187,9 +188,10 @@ def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
 
         def are_known() -> bool:
             """The NodeActor tells of them some at a time, after it has read which there are."""
-            if not cluster.status().namespaces:
+            try:
+                found = [cluster.lookup(tokens=the_prompt(seed)).cached_tokens for seed in seeds]
+            except NotFoundError:
                 return False
-            found = [cluster.lookup(tokens=the_prompt(seed)).cached_tokens for seed in seeds]
             return found == [PROMPT_CHUNKS * BLOCK] * len(seeds)
 
         wait_until(are_known, 20.0, "the directory knows what is on the disk")

@@ -133,7 +133,9 @@ class HostNode:
         look, now = self._look, time.monotonic()
         if look is not None and look.done():
             self._look = None
-            there = [] if look.exception() is not None else look.result()
+            there: list[Raylet] = []
+            with suppress(Exception):
+                there = look.result(timeout=0)
             if not any(each.node_id == self._raylet.node_id for each in there):
                 self._raylet = successor(self._raylet, there) or self._raylet
         if self._look is None and now >= self._look_at:
