@@ -181,6 +181,7 @@ def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
     assert (kept["place"], kept["left"], kept["problem"]) == (str(disk), 0, "")
     engine = start(cluster, tiny_model, disk, tmp_path / "log")
     try:
+        wait_until(lambda: bool(cluster.status().nodes), 20.0, "the node is known")
         num_chunks = NUM_PROMPTS * PROMPT_CHUNKS
         wait_until(lambda: node(cluster).disk.num_chunks >= num_chunks, 20.0, "the disk is read")
         # What only the pool had when it ended is there too.
