@@ -291,7 +291,7 @@ def _places(ranks: Sequence[RankPlace], num_nodes: int) -> list[EnginePlace]:
 
     if len(ranks) % num_nodes:
         raise errors.SettingError(
-            f"nnodes={num_nodes} nodes can't have as many ranks each, of {len(ranks)}"
+            f"{len(ranks)} ranks can't be spread evenly over nnodes={num_nodes} nodes"
         )
     for each in ranks:
         each.node_id = str(each.rank * num_nodes // len(ranks))
