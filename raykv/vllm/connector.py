@@ -125,8 +125,11 @@ class RayKVConnector(OffloadingConnector):
             replace_worker_side(self, worker)
             worker.watch(vllm_config)
             self._parallel = vllm_config.parallel_config
+            is_spread = self._parallel.nnodes_within_dp > 1
+            address = worker.spec.settings.ray_address
+            self._host = placement.HostNode(address) if is_spread else None
             if self._parallel.node_rank_within_dp > 0:
-                worker.host = placement.HostNode(worker.spec.settings.ray_address)
+                worker.host = self._host
 
     def _start_scheduler_side(
         self, spec: RayKVOffloadingSpec, vllm_config: Any, kv_cache_config: Any
@@ -261,7 +264,7 @@ class RayKVConnector(OffloadingConnector):
 
     def get_handshake_metadata(self) -> placement.RankPlace | None:
         """See `KVConnectorBase_V1.get_handshake_metadata`: where this rank runs."""
-        return placement.place_of_rank(self._worker.spec, self._parallel)
+        return placement.place_of_rank(self._worker.spec, self._parallel, self._host)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See `KVConnectorBase_V1.handle_preemptions`.

@@ -43,6 +43,12 @@ HERE_AND_THERE = f"{HEAD},{SECOND}"
 
 
 @pytest.fixture(autouse=True)
+def new_pools(cluster: Cluster) -> None:
+    """Nothing of an earlier test is there."""
+    cluster.down()
+
+
+@pytest.fixture(autouse=True)
 def patient_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that leave the machine's two cores to others while they wait."""
     monkeypatch.setenv("PYTHONPATH", str(CHILDREN / "patient"))
@@ -109,7 +115,6 @@ def check_own_reload(engine: EngineProcess, cluster: Cluster) -> None:
 def test_pipeline_stages_on_one_node_load_what_they_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
-    cluster.down()
     with engine_on(cluster, tiny_model, tmp_path / "log", "", STAGES) as engine:
         check_own_reload(engine, cluster)
         (node,) = cluster.status().nodes
@@ -121,7 +126,6 @@ def test_pipeline_stages_on_one_node_load_what_they_stored(
 def test_ranks_on_two_nodes_load_what_they_stored(
     cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
-    cluster.down()
     with engine_on(cluster, tiny_model, tmp_path / "log", HERE_AND_THERE, RANKS) as engine:
         check_own_reload(engine, cluster)
         workers = {node.node_id: node.num_workers for node in cluster.status().nodes}
@@ -133,7 +137,6 @@ def test_ranks_on_two_nodes_load_what_they_stored(
 def test_pipeline_stages_on_two_nodes_load_what_they_stored(
     cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
-    cluster.down()
     with engine_on(cluster, tiny_model, tmp_path / "log", HERE_AND_THERE, STAGES) as engine:
         check_own_reload(engine, cluster)
 
@@ -142,7 +145,6 @@ def test_pipeline_stages_on_two_nodes_load_what_they_stored(
 def test_engine_on_two_nodes_goes_on_after_a_nodeactor_has_died(
     cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
-    cluster.down()
     with engine_on(cluster, tiny_model, tmp_path / "log", HERE_AND_THERE, RANKS) as engine:
         reference = stored(engine, cluster)
         (pid,) = [node.pid for node in cluster.status().nodes if node.node_id == second.node_id]
@@ -165,7 +167,6 @@ def test_engine_on_two_nodes_goes_on_when_a_nodeactor_freezes(
     loads: bool,
     delay_s: float,
 ) -> None:
-    cluster.down()
     many = [prompt(80 + at, 1600) for at in range(4)]
     log, settings = tmp_path / "log", {"step_deadline_s": STEP_DEADLINE_S}
     with engine_on(cluster, tiny_model, log, HERE_AND_THERE, RANKS, **settings) as engine:
@@ -208,7 +209,6 @@ def _loads(engine: EngineProcess, reference: list[list[int]]) -> bool:
 def test_engine_whose_ranks_are_the_other_way_round_fetches_each_part(
     cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
-    cluster.down()
     with engine_on(cluster, tiny_model, tmp_path / "first", HERE_AND_THERE, RANKS) as engine:
         reference = stored(engine, cluster)
     swapped = f"{SECOND},{HEAD}"
@@ -224,7 +224,6 @@ def test_engine_whose_ranks_are_the_other_way_round_fetches_each_part(
 def test_engine_on_two_other_nodes_fetches_each_part_until_a_node_is_gone(
     cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
-    cluster.down()
     late = prompt(90, 200)
     with engine_on(cluster, tiny_model, tmp_path / "first", HERE_AND_THERE, RANKS) as engine:
         reference = stored(engine, cluster)

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
-from raykv.base.ids import SLOT_ALIGNMENT
+from raykv.base.errors import ClusterError
+from raykv.base.ids import SLOT_ALIGNMENT, NodeId
 from raykv.base.settings import Settings
 from raykv.client.cluster import Cluster
+from raykv.engine.listed import EnginePlace
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
 from raykv.lab.hosts.local_nodes import add_local_node
@@ -60,6 +62,22 @@ def test_ranks_are_looked_for_once_the_cluster_is_joined(cluster: Cluster) -> No
         check=True,
     )
     assert told.stdout.splitlines()[-2:] == ["connected: True", "enough"]
+
+
+def test_engine_whose_ranks_are_in_another_cluster_says_so(cluster: Cluster) -> None:
+    settings = Settings(ray_address=cluster.address, pool_bytes=64 * SLOT_ALIGNMENT)
+    hello = EngineHello("engine", new_life(), "ns", "tiny", slot_bytes={0: SLOT_ALIGNMENT})
+    runtime = EngineRuntime(settings, EngineView(settings), hello, node_of_ranks=lambda: None)
+    try:
+        here, strange = EnginePlace(NodeId(runtime.node_id)), EnginePlace(NodeId("f" * 56))
+        said = (
+            "Ray node ffffffffffff, which is no live node of the cluster at .* `ray start --head`"
+        )
+        with pytest.raises(ClusterError, match=said):
+            runtime.settle([here, strange])
+        runtime.settle([here])
+    finally:
+        runtime.stop()
 
 
 @pytest.mark.extended

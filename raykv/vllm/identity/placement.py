@@ -65,9 +65,13 @@ class RankPlace(KVConnectorHandshakeMetadata):
     free_bytes: int = 0
 
 
-def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace | None:
+def place_of_rank(
+    spec: Any, parallel_config: Any, host: HostNode | None = None
+) -> RankPlace | None:
     """Where this process is, of whose chunks `spec` knows the sizes. None where that is certain:
     what `MultiConnector` hands over is the first connector's that says something.
+
+    `host`: this one, where vLLM has started ranks on several.
     """
     is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
     if not is_actor and has_one_place(parallel_config, ()):
@@ -75,8 +79,8 @@ def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace | None:
     place = rank_of(spec)
     if is_actor:
         place.node_id = str(ray.get_runtime_context().get_node_id())
-    elif parallel_config.nnodes_within_dp > 1:
-        place.node_id, place.why = _node_of_host(spec.settings.ray_address)
+    elif host is not None:
+        place.node_id, place.why = host.node_id, host.why
     return place
 
 
@@ -96,38 +100,36 @@ def rank_of(spec: Any) -> RankPlace:
     )
 
 
-def _raylets_of(address: str) -> list[Raylet]:
-    """This user's raylets of this host that are in a cluster, or in any."""
-    return [each for each in raylets() if each.is_own and address in ("", "auto", each.address)]
-
-
-def _node_of_host(address: str) -> tuple[str, str]:
-    """The Ray node of this host, or why none can be named."""
-    host, found = socket.gethostname(), _raylets_of(address)
-    if len(found) == 1:
-        return found[0].node_id, ""
-    if not found:
-        return "", f"no Ray node of this user runs on host {host}: start Ray there first"
-    return "", f"{len(found)} Ray nodes run on host {host}: set ray_address to the cluster's"
-
-
 class HostNode:
     """The Ray node of this host, for ranks that live on when it ends, as those of `--nnodes` do.
 
-    A thread of its own reads the host's processes, one look at a time: that may take long.
+    `why`: why none can be named; else empty. After the start a thread of its own reads the host's
+    processes, one look at a time: that may take long.
 
     Args:
         address: of the cluster; empty: the only one of this host.
     """
 
     def __init__(self, address: str) -> None:
-        there = _raylets_of(address)
+        there = [r for r in raylets() if r.is_own and address in ("", "auto", r.address)]
         self._raylet = there[0] if len(there) == 1 else None
+        self.why, host = "", socket.gethostname()
+        if not there:
+            self.why = f"no Ray node of this user runs on host {host}: start Ray there first"
+        elif self._raylet is None:
+            self.why = (
+                f"{len(there)} Ray nodes run on host {host}: set ray_address to the cluster's"
+            )
         self._look: Future[list[Raylet]] | None = None
         self._look_at = 0.0
 
+    @property
+    def node_id(self) -> str:
+        """Its id, as it was found last, or empty."""
+        return "" if self._raylet is None else self._raylet.node_id
+
     def now(self) -> str:
-        """Its id, as it was found last, or empty; begins to look for the next one. Never waits."""
+        """`node_id`, and begin to look for the next one. Never waits."""
         if self._raylet is None:
             return ""
         look, now = self._look, time.monotonic()

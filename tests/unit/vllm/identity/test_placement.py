@@ -165,9 +165,9 @@ def test_rank_on_a_further_host_is_at_the_ray_node_there(
         config=SimpleNamespace(parallel=sizes, groups=[group], worker_kv_bytes_per_block=PAGE),
         group_ids=[0],
         blocks_per_chunk=1,
-        settings=SimpleNamespace(ray_address=address),
     )
-    place = place_of_rank(spec, SimpleNamespace(pipeline_parallel_size=1, nnodes_within_dp=2))
+    parallel = SimpleNamespace(pipeline_parallel_size=1, nnodes_within_dp=2)
+    place = place_of_rank(spec, parallel, HostNode(address))
     assert place is not None
     assert place.node_id == node_id
     assert place.why.startswith(why)
