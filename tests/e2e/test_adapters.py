@@ -14,7 +14,7 @@ from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import add_local_node
 from tests.fixtures.lora import write_adapter
-from tests.fixtures.waiting import wait_until_quiet
+from tests.fixtures.waiting import bytes_stored, wait_until_stored
 
 pytestmark = pytest.mark.e2e
 
@@ -52,14 +52,10 @@ class World:
         self.plain.reset()
         return found
 
-    def stored(self) -> int:
-        (node,) = self.cluster.status().nodes
-        return node.bytes_stored
-
     def ask(self, tokens: list[int], adapter: dict[str, Any]) -> tuple[list[int], int]:
         """Tokens, and how many of the prompt's came out of a cache; vLLM's own is empty then."""
         (output,) = self.engine.call("generate", prompts=[tokens], adapter=adapter)
-        wait_until_quiet(self.stored, 20.0, "stores come to an end")
+        wait_until_stored(self.cluster)
         self.engine.reset()
         return output["tokens"], output["cached"]
 
@@ -138,10 +134,10 @@ def test_adapter_whose_files_change_unseen_by_the_engine_neither_stores_nor_load
     adapter = world.adapter("unseen")
     assert world.ask(tokens, adapter) == (old, 0)
     world.write("unseen", 6)
-    before = world.stored()
+    before = bytes_stored(world.cluster)
     for _ in range(2):
         assert world.ask(tokens, adapter) == (old, 0)
-    assert world.stored() == before
+    assert bytes_stored(world.cluster) == before
     # An engine that loads them computes anew.
     assert world.ask(tokens, world.adapter("unseen")) == (world.right(path, tokens), 0)
 
@@ -183,11 +179,7 @@ def check_other(world: World, other: EngineProcess, tokens: list[int], old: list
 
     def ask(adapter: dict[str, Any]) -> tuple[list[int], int]:
         (output,) = other.call("generate", prompts=[tokens], adapter=adapter)
-        wait_until_quiet(
-            lambda: sum(node.bytes_stored for node in world.cluster.status().nodes),
-            20.0,
-            "stores come to an end",
-        )
+        wait_until_stored(world.cluster)
         other.reset()
         return output["tokens"], output["cached"]
 

@@ -20,7 +20,7 @@ from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.events import PublisherSettings
 from tests.fixtures.ports import free_port
-from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.fixtures.waiting import wait_until, wait_until_stored
 
 pytestmark = pytest.mark.e2e
 
@@ -91,15 +91,11 @@ def first_run(
     engine.tokens(PROMPTS)
     reference = engine.tokens(PROMPTS)
 
-    def bytes_stored() -> int:
-        (node,) = fresh_cluster.status().nodes
-        return node.bytes_stored
-
     def are_described() -> bool:
         keys = {key for _, _, key in fresh_cluster.snapshot().chunks}
         return keys <= fresh_cluster.tokens_of(sorted(keys)).keys()
 
-    wait_until_quiet(bytes_stored, 20.0, "stores come to an end")
+    wait_until_stored(fresh_cluster)
     # What an engine has not told when it ends, nobody knows.
     wait_until(are_described, 20.0, "the chunks' tokens are told")
     engine.stop()

@@ -23,7 +23,7 @@ from raykv.protocol.status import NodeStatus
 from raykv.serve.plan import plan
 from tests.fixtures.as_on_gpu import AS_ON_CPU, AS_ON_GPU, engine_in, extended
 from tests.fixtures.processes import freeze, signal_after
-from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet
+from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_stored
 
 pytestmark = pytest.mark.e2e
 
@@ -81,7 +81,7 @@ def store(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]]) -> 
 
 def settle(engine: EngineProcess, cluster: Cluster) -> None:
     """Wait until nothing is being stored, then drop vLLM's own cache."""
-    wait_until_quiet(lambda: node(cluster).bytes_stored, 20.0, "stores come to an end")
+    wait_until_stored(cluster)
     engine.reset()
 
 
@@ -290,14 +290,7 @@ class Asker:
         return record
 
     def settle(self) -> None:
-        """Wait until nothing is being stored, then drop vLLM's own cache."""
-
-        def bytes_stored() -> int:
-            (node,) = self._cluster.status().nodes
-            return node.bytes_stored
-
-        wait_until_quiet(bytes_stored, 20.0, "stores come to an end")
-        self.engine.reset()
+        settle(self.engine, self._cluster)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.fixtures.engine_child import ADDRESS, RESOURCES
 from tests.fixtures.processes import freeze
 from tests.fixtures.served import ALONE
 from tests.fixtures.told import told_after
-from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.fixtures.waiting import wait_until
 from tests.house import CHILDREN
 
 pytestmark = pytest.mark.e2e
@@ -87,10 +87,18 @@ def engine_on(
 def stored(
     engine: EngineProcess, cluster: Cluster, prompts: list[list[int]] = PROMPTS
 ) -> list[list[int]]:
-    """Store prompts; returns the tokens of vLLM's own prefix hit."""
+    """Store prompts of two places; returns the tokens of vLLM's own prefix hit."""
+    known = sum(cluster.status().namespaces.values())
+    new = 2 * sum(len(tokens) // BLOCK for tokens in prompts)
     engine.tokens(prompts)
     reference = engine.tokens(prompts)
-    wait_until_quiet(lambda: sum(n.bytes_stored for n in cluster.status().nodes), 30.0, "it stores")
+
+    def are_known() -> bool:
+        # New nodes store nothing until they have their orders: it is asked for again.
+        assert engine.tokens(prompts) == reference
+        return sum(cluster.status().namespaces.values()) == known + new
+
+    wait_until(are_known, 30.0, "the directory knows both parts")
     return reference
 
 

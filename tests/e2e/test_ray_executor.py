@@ -13,7 +13,7 @@ from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from tests.fixtures.engine_child import ADDRESS, RESOURCES
-from tests.fixtures.waiting import wait_until_quiet
+from tests.fixtures.waiting import wait_until_stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
@@ -44,7 +44,7 @@ def test_prompt_is_loaded_on_the_node_where_ray_has_placed_the_rank(
         reference = engine.tokens(tokens)
         (node,) = cluster.status().nodes
         assert node.node_id == second.node_id != actors.resolve_node_id("")
-        wait_until_quiet(lambda: cluster.status().nodes[0].bytes_stored, 30.0, "stores end")
+        wait_until_stored(cluster)
         engine.reset()
         outputs = engine.call("generate", prompts=tokens)
         assert [output["tokens"] for output in outputs] == reference

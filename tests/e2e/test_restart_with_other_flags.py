@@ -17,7 +17,7 @@ from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.demo.tiny_llama import tiny_llama
-from tests.fixtures.waiting import wait_until_quiet
+from tests.fixtures.waiting import wait_until_stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
@@ -61,12 +61,7 @@ def first_tokens(
     cluster.down()
     engine = start(long_rope_model, tmp_path_factory.mktemp("first") / "log", cluster)
     tokens = engine.tokens(PROMPTS)
-
-    def bytes_stored() -> int:
-        (node,) = cluster.status().nodes
-        return node.bytes_stored
-
-    wait_until_quiet(bytes_stored, 20.0, "stores come to an end")
+    wait_until_stored(cluster)
     engine.stop()
     yield tokens
     cluster.down()

@@ -17,7 +17,7 @@ from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.protocol.engine import MissRecord
-from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet
+from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_stored
 
 pytestmark = pytest.mark.e2e
 
@@ -65,9 +65,6 @@ class Fleet:
         engine.call("reload_weights", path=path)
         wait_until_it_stores(engine, self.cluster)
 
-    def stored(self) -> int:
-        return sum(node.bytes_stored for node in self.cluster.status().nodes)
-
     def serve(self, engine: EngineProcess, which: int) -> tuple[list[int], int]:
         """Greedy tokens, and how many tokens were loaded: vLLM's own cache is emptied before."""
         engine.reset()
@@ -76,7 +73,7 @@ class Fleet:
 
     def settle(self) -> None:
         """All that is being stored has come."""
-        wait_until_quiet(self.stored, 20.0, "stored")
+        wait_until_stored(self.cluster)
 
 
 PROMPTS = [prompt(number, LENGTH) for number in range(8)]
