@@ -82,8 +82,8 @@ class IngressArguments(Strict):
     deployment: dict[str, Any] = Field(default_factory=dict)
     max_body_bytes: int = Field(default=64 << 20, gt=0)
     """The ingress refuses a longer request with 413."""
-    attempts: int = Field(default=3, ge=1)
-    """How many replicas a request is given to if they die before the first byte of an answer."""
+    attempts: int = Field(default=2, ge=1)
+    """How many replicas may die while serving one request: it may be what kills them."""
     replica_wait_s: float = Field(default=deadlines.REPLICA_WAIT_S, gt=0, le=86_400)
     """A request that no replica takes within this time (all are busy, dead or not started yet)
     gets 503 and `Retry-After`. If `min_replicas` is 0, set more than a replica takes to start. This

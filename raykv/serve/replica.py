@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from raykv.base import deadlines
 from raykv.cluster.processes import end_children
 from raykv.serve.arguments import ModelArguments, parse, plan_of
-from raykv.serve.http.exchange import HttpRequest, Pieces, drive
+from raykv.serve.http.exchange import Head, HttpRequest, body_of, drive, packed
 from raykv.serve.http.metrics import ReplicaMetrics
 from raykv.serve.models import find_model
 from raykv.vllm import command as vllm_command
@@ -43,20 +43,27 @@ class EngineReplica:
         # watched: awaited by the next request once the engine is dead
         self._watch = asyncio.create_task(self._end_with_engine())
 
-    async def handle_http(self, request: HttpRequest) -> Pieces:
-        """Answer a request.
+    async def handle_http(self, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
+        """Answer a request, by pieces that are packed.
 
-        The head comes with the first of them: until then the caller can try another replica.
+        At once a sign of life: the request has come. The head comes with the first of the body:
+        until then the caller can try another replica.
         """
+        yield packed(b"")
+        head: Head | None = None
         async with aclosing(drive(self._app, request)) as pieces:
-            head = await anext(pieces)
-            first = await anext(pieces, None)
+            async for piece in pieces:
+                if isinstance(piece, Head):
+                    head = piece
+                    continue
+                if head is not None and body_of(piece):
+                    await self._still_there()
+                    yield head
+                    head = None
+                yield packed(piece)
+        if head is not None:
             await self._still_there()
             yield head
-            if first is not None:
-                yield first
-            async for piece in pieces:
-                yield piece
 
     async def metrics(self) -> ReplicaMetrics:
         """What the `/metrics` of a server of vLLM's would answer."""

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from raykv.base.errors import SettingError
 from raykv.vllm.internals.engine import serve_flags
 from raykv.vllm.internals.names import known_vllm
+from raykv.vllm.internals.replay import continue_answers
 
 
 async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, ASGIApp]:
@@ -59,6 +60,7 @@ async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, ASGIA
         disable_log_stats=engine_args.disable_log_stats,
     )
     stack.callback(engine.shutdown, timeout=config.shutdown_timeout)
+    continue_answers(engine)
     await engine.reset_mm_cache()
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)

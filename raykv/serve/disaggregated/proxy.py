@@ -21,7 +21,7 @@ from contextlib import aclosing
 from raykv.base import deadlines
 from raykv.serve.disaggregated.requests import Course, Handover, Split, probe, split
 from raykv.serve.http.exchange import Head, HttpRequest, Pieces, whole
-from raykv.serve.http.ingress import REPLICA_GONE, Backend, collected
+from raykv.serve.http.ingress import GONE, Backend, collected
 from raykv.serve.http.metrics import ReplicaMetrics
 
 logger = logging.getLogger("ray.serve")
@@ -67,6 +67,12 @@ class DisaggregatedBackend:
 
     async def answer(self, request: HttpRequest) -> Pieces:
         forms = split(request, self._handover)
+        if request.known:
+            # Its prompt was computed when it began.
+            async with aclosing(self._decode.answer(forms.plain)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
         course = await self._course(forms)
         self._count(course)
         form = forms.decode if course is Course.PREFILLED else forms.plain
@@ -131,7 +137,7 @@ class DisaggregatedBackend:
 
 
 def _reason(error: Exception) -> str:
-    return "one has died" if isinstance(error, REPLICA_GONE) else f"{type(error).__name__}: {error}"
+    return "one has died" if isinstance(error, GONE) else f"{type(error).__name__}: {error}"
 
 
 def _marked(head: Head, course: Course) -> Head:

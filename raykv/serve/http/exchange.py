@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from raykv.base import deadlines
+from raykv.vllm.transcript import CURRENT, Delta, Transcript
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -57,13 +59,18 @@ _MAX_PIECES = 64
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A request with its whole body."""
+    """A request with its whole body.
+
+    `known`: deltas of the answer that another replica has made. Only an ingress sets it; a client
+    cannot.
+    """
 
     method: str
     path: str
     query: bytes
     headers: Headers
     body: bytes
+    known: Sequence[Delta] = ()
 
 
 STARTS: dict[int, Callable[[], None]] = {}
@@ -77,14 +84,61 @@ prompt has been computed."""
 
 @dataclass(frozen=True)
 class Head:
-    """The first piece of an answer."""
+    """Status and headers of an answer; comes before its body."""
 
     status: int
     headers: Headers
 
 
-Pieces = AsyncGenerator[Head | bytes, None]
-"""An answer: a head, then the body's pieces. Closing it takes the request back."""
+@dataclass(frozen=True)
+class MadePiece:
+    """Some of an answer's body, and what the engine has made since the piece before.
+
+    `why_not`: why no other replica can continue the answer, if none can.
+    """
+
+    body: bytes
+    deltas: Sequence[Delta]
+    why_not: str
+
+
+Piece = Head | bytes | MadePiece
+"""One with an empty body is a sign of life, and may come before the head."""
+
+Pieces = AsyncGenerator[Piece, None]
+"""An answer: a head, then the body's pieces; signs of life between them and before. Closing it
+takes the request back."""
+
+
+_PLAIN, _MADE = b"\0", b"\1"
+
+
+def packed(piece: Piece) -> Head | bytes:
+    """For Ray, which sends bytes much faster than anything else."""
+    if isinstance(piece, Head):
+        return piece
+    if isinstance(piece, bytes):
+        return _PLAIN + piece
+    told = msgspec.msgpack.encode((piece.deltas, piece.why_not))
+    return b"".join((_MADE, len(told).to_bytes(4), told, piece.body))
+
+
+def unpacked(sent: Head | bytes) -> Piece:
+    """What `packed` has packed."""
+    if isinstance(sent, Head):
+        return sent
+    if sent.startswith(_PLAIN):
+        return sent[1:]
+    end = 5 + int.from_bytes(sent[1:5])
+    deltas, why_not = msgspec.msgpack.decode(sent[5:end], type=tuple[tuple[Delta, ...], str])
+    return MadePiece(sent[end:], deltas, why_not)
+
+
+def body_of(piece: Piece) -> bytes:
+    """What is in it of the answer's body."""
+    if isinstance(piece, MadePiece):
+        return piece.body
+    return piece if isinstance(piece, bytes) else b""
 
 
 def parsed(body: bytes) -> Any:
@@ -170,21 +224,32 @@ async def whole(pieces: Pieces) -> tuple[Head, bytes]:
             if isinstance(piece, Head):
                 head = piece
             else:
-                body += piece
+                body += body_of(piece)
     return head, body
 
 
 async def drive(app: ASGIApp, request: HttpRequest) -> Pieces:
     """Answer `request` with `app`: a head, then the body's pieces.
 
-    Closing the iterator cancels the application. What the application raises comes out at the end
-    of the pieces, unless its answer was whole by then: Starlette answers 500 and raises as well.
+    While there is none, a sign of life comes each second. Closing the iterator cancels the
+    application. What the application raises comes out at the end of the pieces, unless
+    its answer was whole by then: Starlette answers 500 and raises as well.
     """
     exchange = _Exchange(request)
     # watched: awaited for the end of each answer
     task = asyncio.create_task(exchange.run(app))
     try:
-        while (piece := await exchange.pieces.get()) is not None:
+        while True:
+            try:
+                async with asyncio.timeout(deadlines.HEARTBEAT_S):
+                    piece = await exchange.pieces.get()
+            except TimeoutError:
+                if not exchange.pieces.empty():
+                    # One came just now: what is told with it is older.
+                    continue
+                piece = exchange.told(b"")
+            if piece is None:
+                break
             yield piece
         await task
     finally:
@@ -201,11 +266,13 @@ class _Exchange:
         self._is_read = False
         self._is_whole = False
         self._is_over = asyncio.Event()
-        self.pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(_MAX_PIECES)
+        self._transcript = Transcript(request.known)
+        self.pieces: asyncio.Queue[Piece | None] = asyncio.Queue(_MAX_PIECES)
         """Ends with None."""
 
     async def run(self, app: ASGIApp) -> None:
         """Run the application to its end."""
+        CURRENT.set(self._transcript)
         try:
             await app(_scope(self._request), self._receive, self._send)
         except Exception:
@@ -214,6 +281,11 @@ class _Exchange:
             logger.exception("after the answer to %s %s", self._request.method, self._request.path)
         finally:
             await self.pieces.put(None)
+
+    def told(self, body: bytes) -> bytes | MadePiece:
+        """With what is new in the transcript."""
+        deltas, why_not = self._transcript.taken(), self._transcript.why_not
+        return MadePiece(body, deltas, why_not) if deltas or why_not else body
 
     def end(self) -> None:
         """Take no more pieces: the reader has gone."""
@@ -235,7 +307,7 @@ class _Exchange:
             await self.pieces.put(Head(message["status"], list(message.get("headers", []))))
         elif message["type"] == "http.response.body":
             if message.get("body"):
-                await self.pieces.put(bytes(message["body"]))
+                await self.pieces.put(self.told(bytes(message["body"])))
             if not message.get("more_body", False):
                 self._is_whole = True
 

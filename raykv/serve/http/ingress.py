@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -23,8 +24,10 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raykv.base import deadlines
+from raykv.base.guard import nothing
 from raykv.serve.arguments import IngressArguments, parse
 from raykv.serve.http import exchange
+from raykv.serve.http.answer import ContinuedAnswer, NotContinuedError
 from raykv.serve.http.metrics import CONTENT_TYPE, ReplicaMetrics, SharedMetrics
 
 logger = logging.getLogger("ray.serve")
@@ -32,22 +35,37 @@ logger = logging.getLogger("ray.serve")
 # For a client to send its request, at most 64 MiB: 10 Mbit/s.
 BODY_S = 60.0
 
-REPLICA_GONE = RayActorError
-"""What a call raises whose replica has died or cannot be reached."""
+# A replica sends something each second: ten times that, on a busy machine.
+REPLICA_SILENCE_S = 10.0
 
 TOO_MANY = (BackPressureError, DeploymentUnavailableError)
 """What a call raises that Serve does not even queue."""
 
 
+FAR_TOKENS = 256
+"""So many tokens of an answer are more than what a request that kills its replica gets."""
+
+
 class NoReplicaError(Exception):
-    """No replica has taken a request in time."""
+    """No replica has taken a request in time, or too many have died with it."""
+
+
+class SilentReplicaError(Exception):
+    """A replica gives no sign of life."""
+
+
+GONE = (RayActorError, ObjectLostError, SilentReplicaError)
+"""Errors after which another replica may make the answer."""
+
+REFUSED = (NoReplicaError, NotContinuedError, *TOO_MANY)
+"""Errors that end an answer; the client is given the reason."""
 
 
 class Backend(Protocol):
     """Answers requests of one model."""
 
     def answer(self, request: exchange.HttpRequest) -> exchange.Pieces:
-        """Raises `REPLICA_GONE`, if its replica dies, or one of `TOO_MANY`, or `NoReplicaError`."""
+        """Raises one of `GONE`, if its replica dies, or of `TOO_MANY`, or `NoReplicaError`."""
         ...
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
@@ -74,9 +92,9 @@ class ReplicaBackend:
         pieces = self.handle.handle_http.remote(request)
         try:
             await self._taken(pieces)
-            async for piece in pieces:
-                if isinstance(piece, bytes) and (call := exchange.STARTS.pop(id(request), None)):
-                    call()
+            while (piece := await _next_of(pieces)) is not None:
+                if exchange.body_of(piece):
+                    exchange.STARTS.pop(id(request), nothing)()
                 yield piece
         except BaseException:
             # The client has left, or no replica took it in time: no replica should work on it.
@@ -97,6 +115,20 @@ class ReplicaBackend:
                 f"no replica took the request within {self.wait_s:g} s: all are busy, or still "
                 "starting; try later"
             ) from None
+
+
+async def _next_of(pieces: Any) -> exchange.Piece | None:
+    """The next piece of a replica; None behind the last one.
+
+    Raises:
+        SilentReplicaError: it has sent nothing for too long, not even that it lives.
+    """
+    try:
+        async with asyncio.timeout(REPLICA_SILENCE_S):
+            piece = await anext(pieces, None)
+            return None if piece is None else exchange.unpacked(piece)
+    except TimeoutError:
+        raise SilentReplicaError(f"nothing for {REPLICA_SILENCE_S:g} s") from None
 
 
 @dataclass(frozen=True)
@@ -123,7 +155,7 @@ class PassedAnswer:
         """See the ASGI specification.
 
         Raises:
-            BrokenAnswerError: the replica is gone, which an answer of this kind can't say.
+            BrokenAnswerError: no replica goes on, which an answer of this kind can't say.
         """
         start = {"status": self.head.status, "headers": self.head.headers}
         async with aclosing(self.pieces) as pieces:
@@ -131,11 +163,10 @@ class PassedAnswer:
             try:
                 async for piece in pieces:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-            except REPLICA_GONE as error:
-                reason = "the replica that was answering has died: ask again"
+            except REFUSED as error:
                 if not self._is_event_stream():
-                    raise BrokenAnswerError(reason) from error
-                last = b"data: " + bytes(exchange.refusal(503, reason).body) + b"\n\n"
+                    raise BrokenAnswerError(str(error)) from error
+                last = b"data: " + bytes(exchange.refusal(503, str(error)).body) + b"\n\n"
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -269,24 +300,58 @@ class Ingress:
         Raises:
             HTTPException: none has.
         """
-        for attempt in range(1, self._limits.attempts + 1):
-            pieces = backend.answer(request)
+        pieces = self._continued(backend, request)
+        try:
+            head = await anext(pieces)
+            assert isinstance(head, exchange.Head), "a body without a head"
+        except REFUSED as error:
+            raise HTTPException(503, str(error)) from error
+        except Exception as error:
+            logger.exception("%s %s", request.method, request.path)
+            why = "the replica failed on this request; its log says why"
+            raise HTTPException(500, why) from error
+        return PassedAnswer(head, pieces)
+
+    async def _continued(self, backend: Backend, request: exchange.HttpRequest) -> exchange.Pieces:
+        """One answer, by as many replicas as it takes.
+
+        Raises:
+            NotContinuedError: its replica has died, and no other can go on.
+            NoReplicaError: as many replicas have died with it as may, or none takes it.
+        """
+        answer = ContinuedAnswer(request)
+        asked, num_died, num_tokens = request, 0, 0
+        give_up_at = time.monotonic() + self._limits.replica_wait_s
+        while True:
+            is_taken = False
             try:
-                head = await anext(pieces)
-                assert isinstance(head, exchange.Head), "a body without a head"
-            except REPLICA_GONE as error:
-                logger.warning("a replica has gone, attempt %d: %s", attempt, type(error).__name__)
-                await asyncio.sleep(deadlines.LOOK_S)
-            except (NoReplicaError, *TOO_MANY) as error:
-                raise HTTPException(503, str(error)) from error
-            except Exception as error:
-                logger.exception("%s %s", request.method, request.path)
-                why = "the replica failed on this request; its log says why"
-                raise HTTPException(500, why) from error
-            else:
-                return PassedAnswer(head, pieces)
-        why = f"{self._limits.attempts} replicas died one after another: try later"
-        raise HTTPException(503, why)
+                async with aclosing(backend.answer(asked)) as pieces:
+                    async for piece in pieces:
+                        is_taken = True
+                        for passed in answer.heard(piece):
+                            yield passed
+                for passed in answer.ended():
+                    yield passed
+                return
+            except GONE as error:
+                reason = type(error).__name__
+            if is_taken:
+                # Who got far with it has not died of it.
+                num_died = 1 if answer.num_tokens - num_tokens >= FAR_TOKENS else num_died + 1
+                num_tokens = answer.num_tokens
+                give_up_at = time.monotonic() + self._limits.replica_wait_s
+            if num_died >= self._limits.attempts:
+                raise NoReplicaError(f"{num_died} replicas died with this request: try later")
+            if time.monotonic() > give_up_at:
+                raise NoReplicaError("replicas died before they took this request: try later")
+            asked = answer.again()
+            if is_taken:
+                logger.warning(
+                    "a replica has gone (%s): another one continues its answer behind %d tokens",
+                    reason,
+                    answer.num_tokens,
+                )
+            await asyncio.sleep(deadlines.LOOK_S)
 
     async def _list_models(self, request: exchange.HttpRequest) -> Response:
         """All models in one list, without those that have no replica."""

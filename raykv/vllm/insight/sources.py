@@ -95,10 +95,13 @@ def _making(
 
 
 def _taken(state: Any, params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The params without ours, which the request's count of cached tokens has from now on."""
-    answers.count_cached_tokens(
-        state, CountedTokens(answers.cached_tokens_of(state), params[SOURCES_PARAM])
-    )
+    """The params without ours, which the request's count of cached tokens has from now on.
+
+    In a continued answer the sources have the tokens that were already answered, too; the count
+    stays within the prompt.
+    """
+    cached = min(answers.cached_tokens_of(state), answers.prompt_tokens_of(state))
+    answers.count_cached_tokens(state, CountedTokens(cached, params[SOURCES_PARAM]))
     return {name: value for name, value in params.items() if name != SOURCES_PARAM} or None
 
 

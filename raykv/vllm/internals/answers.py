@@ -46,6 +46,11 @@ def cached_tokens_of(state: Any) -> int:
     return int(state.num_cached_tokens)
 
 
+def prompt_tokens_of(state: Any) -> int:
+    """How many tokens a request's prompt has."""
+    return int(state.prompt_len)
+
+
 def count_cached_tokens(state: Any, count: int) -> None:
     """From now on the request's answers have that count."""
     state.num_cached_tokens = count

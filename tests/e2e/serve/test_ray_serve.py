@@ -202,7 +202,7 @@ def test_no_request_fails_when_an_engine_is_killed_and_its_successor_starts_warm
         for each in asked:
             each.result(60)
     assert not load.failed
-    assert all(at - killed_at < OUT_OF_ROTATION_S for at in load.broken_at)
+    assert not load.broken_at
     assert len([at for at in load.ends if at > killed_at + OUT_OF_ROTATION_S]) > 4
 
     # Not the engine but its replica: the engine is not left behind, the next request waits.

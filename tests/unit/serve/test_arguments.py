@@ -29,8 +29,9 @@ def refused(args: Any) -> str:
 
 
 def test_one_model_needs_no_list() -> None:
-    alone = parse(AppArguments, {**MODEL, "ingress": {"attempts": 2}})
-    listed = parse(AppArguments, {"models": [MODEL], "ingress": {"attempts": 2}})
+    alone = parse(AppArguments, {**MODEL, "ingress": {"attempts": 3}})
+    listed = parse(AppArguments, {"models": [MODEL], "ingress": {"attempts": 3}})
+    assert alone.ingress.attempts == 3
     assert alone == listed
     (model,) = alone.models
     assert (model.deployment_name, model.served_names) == ("some-model-1.5", [MODEL["model"]])

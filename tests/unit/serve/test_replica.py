@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,22 @@ from starlette.types import ASGIApp
 from raykv.base.errors import SettingError
 from raykv.serve import replica as module
 from raykv.serve.arguments import ModelArguments, parse
-from raykv.serve.http.exchange import Head, HttpRequest
+from raykv.serve.http.exchange import Head, HttpRequest, MadePiece, Piece, unpacked
 from raykv.serve.models import SMOLLM2_NAME
 from raykv.serve.replica import EngineReplica
+from raykv.vllm.transcript import CURRENT, Delta
 from tests.fixtures.asgi import app_of, body, start, take
 
 REQUEST = HttpRequest("POST", "/v1/completions", b"", [], b"{}")
 FAILED = "the process ended"
+TAKEN = b""
+"""Says that the request has come."""
+
+
+async def pieces_of(replica: EngineReplica) -> AsyncGenerator[Piece, None]:
+    async with aclosing(replica.handle_http(REQUEST)) as sent:
+        async for each in sent:
+            yield unpacked(each)
 
 
 class Engine:
@@ -54,7 +64,8 @@ async def test_head_comes_with_the_first_piece_of_the_body() -> None:
         await send(body(b"one", more=True))
         await send(body(b"two", more=False))
 
-    pieces = Replica(app_of(steps)).handle_http(REQUEST)
+    pieces = pieces_of(Replica(app_of(steps)))
+    assert await anext(pieces) == TAKEN
     first = asyncio.create_task(anext(pieces))
     for _ in range(50):
         await asyncio.sleep(0)
@@ -64,14 +75,36 @@ async def test_head_comes_with_the_first_piece_of_the_body() -> None:
     assert [piece async for piece in pieces] == [b"one", b"two"]
 
 
+async def test_signs_of_life_and_news_come_before_the_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 0.01)
+    delta = Delta((1, 2))
+
+    async def steps(receive: Any, send: Any) -> None:
+        transcript = CURRENT.get()
+        assert transcript is not None
+        transcript.add(delta)
+        await send(start())
+        await asyncio.sleep(0.2)
+        transcript.begin("because of n")
+        await send(body(b"one", more=False))
+
+    seen = [piece async for piece in pieces_of(Replica(app_of(steps)))]
+    told, *alive = seen[1:-2]
+    assert (seen[0], told) == (TAKEN, MadePiece(b"", (delta,), ""))
+    assert {*alive} == {b""}
+    assert seen[-2:] == [Head(200, []), MadePiece(b"one", (), "because of n")]
+
+
 @pytest.mark.parametrize(("status", "text"), [(204, []), (500, [b"sorry"])])
 async def test_answer_of_a_living_engine_is_passed_on(status: int, text: list[bytes]) -> None:
     async def steps(receive: Any, send: Any) -> None:
         await send(start(status))
         await send(body(b"".join(text), more=False))
 
-    pieces = Replica(app_of(steps)).handle_http(REQUEST)
-    assert [piece async for piece in pieces] == [Head(status, []), *text]
+    pieces = pieces_of(Replica(app_of(steps)))
+    assert [piece async for piece in pieces] == [TAKEN, Head(status, []), *text]
 
 
 @pytest.mark.parametrize("status", [200, 500])
@@ -87,8 +120,8 @@ async def test_replica_ends_before_it_tells_anybody_that_its_engine_died(
     replica = Replica(app_of(steps))
     seen: list[Any] = []
     with pytest.raises(RuntimeError, match=FAILED):
-        await take(replica.handle_http(REQUEST), seen)
-    assert seen == []
+        await take(pieces_of(replica), seen)
+    assert seen == [TAKEN]
 
 
 async def test_caller_that_leaves_ends_the_request_at_once() -> None:
@@ -102,8 +135,8 @@ async def test_caller_that_leaves_ends_the_request_at_once() -> None:
         finally:
             ended.append(1)
 
-    async with aclosing(Replica(app_of(steps)).handle_http(REQUEST)) as pieces:
-        assert await anext(pieces) == Head(200, [])
+    async with aclosing(pieces_of(Replica(app_of(steps)))) as pieces:
+        assert [await anext(pieces) for _ in range(2)] == [TAKEN, Head(200, [])]
         assert not ended
     assert ended
 

@@ -18,8 +18,9 @@ from ray.exceptions import ActorDiedError
 import raykv.serve.disaggregated.proxy as proxy
 from raykv.serve.disaggregated.proxy import COURSE_HEADER, DisaggregatedBackend
 from raykv.serve.disaggregated.requests import Course, Handover
-from raykv.serve.http.exchange import COMPLETIONS, Head, HttpRequest, Pieces
+from raykv.serve.http.exchange import COMPLETIONS, Head, HttpRequest, Piece, Pieces
 from raykv.serve.http.metrics import ReplicaMetrics
+from raykv.vllm.transcript import Delta
 from tests.fixtures.waiting import until
 
 Script = Callable[[], Awaitable[int]]
@@ -50,6 +51,7 @@ class Engine:
     script: Script = well
     probed: Script = well
     requests: list[dict[str, Any]] = field(default_factory=list)
+    known: list[Any] = field(default_factory=list)
     num_probes: int = 0
     num_left: int = 0
 
@@ -64,6 +66,7 @@ class Engine:
         self.num_probes += is_probe
         if not is_probe:
             self.requests.append(body)
+            self.known.append(request.known)
         try:
             status = await (self.probed if is_probe else self.script)()
             yield Head(status, [(b"x-own", b"1")])
@@ -93,7 +96,7 @@ class Pair:
         body = json.dumps({"prompt": [7] * length}).encode()
         return self.backend.answer(HttpRequest("POST", COMPLETIONS, b"", [], body))
 
-    async def ask(self, length: int = 4) -> list[Head | bytes]:
+    async def ask(self, length: int = 4) -> list[Piece]:
         return [piece async for piece in self.begin(length)]
 
 
@@ -123,6 +126,20 @@ async def test_decode_engine_is_asked_once_the_prefill_engine_has_answered() -> 
     assert pair.prefill.requests[0]["max_tokens"] == 1
     assert pair.decode.requests[0]["kv_transfer_params"] == {"raykv_prefilled": True}
     assert pair.courses == [Course.PREFILLED]
+
+
+async def test_rest_of_an_answer_goes_to_a_decode_engine_alone() -> None:
+    pair = Pair()
+    known = (Delta((1, 2)),)
+    body = json.dumps({"prompt": [7] * 4}).encode()
+    request = HttpRequest("POST", COMPLETIONS, b"", [], body, known)
+    assert [piece async for piece in pair.backend.answer(request)] == [
+        Head(200, [(b"x-own", b"1")]),
+        b"one",
+        b"two",
+    ]
+    assert (pair.prefill.requests, pair.courses) == ([], [])
+    assert pair.decode.known == [known]
 
 
 async def test_short_prompt_never_sees_a_prefill_engine() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from raykv.serve.http import exchange as http
-from raykv.serve.http.exchange import Head, HttpRequest, drive
+from raykv.serve.http.exchange import Head, HttpRequest, MadePiece, Piece, drive
+from raykv.vllm.transcript import CURRENT, Delta
 from tests.fixtures.asgi import app_of, body, start, take
 
 Send = Callable[[Any], Awaitable[None]]
@@ -18,7 +20,7 @@ Send = Callable[[Any], Awaitable[None]]
 REQUEST = HttpRequest("POST", "/v1/x", b"a=1", [(b"host", b"here")], b"question")
 
 
-async def all_of(pieces: Any) -> list[Head | bytes]:
+async def all_of(pieces: Any) -> list[Piece]:
     return [piece async for piece in pieces]
 
 
@@ -220,3 +222,62 @@ async def test_application_that_goes_on_when_cancelled_is_left_alone(
     while len(sent) < was + http._MAX_PIECES * 2:
         await asyncio.sleep(0.001)
     enough.set()
+
+
+async def test_what_another_replica_has_made_is_known_to_who_makes_the_rest() -> None:
+    known = (Delta((1, 2)), Delta((3,)))
+    seen: list[Any] = []
+
+    async def steps(receive: Any, send: Any) -> None:
+        transcript = CURRENT.get()
+        assert transcript is not None
+        seen.append(transcript.known)
+        transcript.add(Delta((4,)))
+        await send(start())
+        await send(body(b"one", more=False))
+
+    request = replace(REQUEST, known=known)
+    pieces = await all_of(drive(app_of(steps), request))
+    assert (seen, pieces) == ([known], [Head(200, []), MadePiece(b"one", (Delta((4,)),), "")])
+    assert CURRENT.get() is None
+
+
+async def test_what_is_told_stays_in_order_however_signs_of_life_fall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 0.0)
+
+    async def steps(receive: Any, send: Any) -> None:
+        transcript = CURRENT.get()
+        assert transcript is not None
+        await send(start())
+        for token in range(300):
+            transcript.add(Delta((token,)))
+            if token % 3 == 0:
+                await send(body(b"x", more=True))
+            if token % 5 == 0:
+                await asyncio.sleep(0)
+        await send(body(b"", more=False))
+
+    pieces = await all_of(drive(app_of(steps), REQUEST))
+    made = [piece for piece in pieces if isinstance(piece, MadePiece)]
+    tokens = [token for piece in made for delta in piece.deltas for token in delta.token_ids]
+    assert tokens == sorted(tokens)
+    assert len(tokens) >= 298
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Head(200, [(b"a", b"b")]),
+        b"",
+        b"\0\1text",
+        MadePiece(b"", (), "because of n"),
+        MadePiece(b"text", (Delta((1, 2)), Delta((), "stop", "END"), Delta((3,), "stop", 9)), ""),
+    ],
+    ids=str,
+)
+def test_pieces_go_through_ray_as_bytes(piece: Piece) -> None:
+    sent = http.packed(piece)
+    assert isinstance(sent, Head if isinstance(piece, Head) else bytes)
+    assert http.unpacked(sent) == piece

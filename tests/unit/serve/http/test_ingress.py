@@ -13,22 +13,20 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
-from raykv.serve.arguments import IngressArguments
 from raykv.serve.http import ingress as module
 from raykv.serve.http import metrics
-from raykv.serve.http.exchange import STARTS, Head, HttpRequest
+from raykv.serve.http.exchange import STARTS, Head, HttpRequest, MadePiece
 from raykv.serve.http.ingress import (
     BrokenAnswerError,
-    Ingress,
     NoReplicaError,
     ReplicaBackend,
-    ServedModel,
 )
 from raykv.serve.http.metrics import ReplicaMetrics, SharedMetrics
+from raykv.vllm.transcript import Delta
 from tests.fixtures.asgi import Client
+from tests.fixtures.replicas import EVENTS, Replicas, ask, asking, error_of, ingress
 from tests.fixtures.serve_handle import Handle, Pieces
 
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 DIED = ActorDiedError()
 AWAY = ActorUnavailableError("away", b"0" * 16)
 
@@ -36,57 +34,6 @@ AWAY = ActorUnavailableError("away", b"0" * 16)
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.0)
-
-
-class Replicas:
-    """Each request takes the next script: pieces, and errors that are raised in their place."""
-
-    def __init__(self, *scripts: list[Any]) -> None:
-        self.scripts = list(scripts)
-        self.asked: list[HttpRequest] = []
-        self.ended = 0
-
-    async def answer(self, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
-        self.asked.append(request)
-        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        try:
-            for piece in script:
-                if isinstance(piece, Exception):
-                    raise piece
-                if isinstance(piece, asyncio.Event):
-                    await piece.wait()
-                    continue
-                yield piece
-        finally:
-            self.ended += 1
-
-    async def metrics(self) -> Sequence[ReplicaMetrics]:
-        return ()
-
-
-def ingress(*backends: Any, **limits: Any) -> Ingress:
-    """One model for each backend, called m0, m1, and so on."""
-    models = [ServedModel([f"m{index}"], each) for index, each in enumerate(backends)]
-    return Ingress(models, IngressArguments(**limits))
-
-
-def ask(app: Ingress, client: Client) -> Client:
-    asyncio.run(asyncio.wait_for(client.ask(app), 10))
-    return client
-
-
-def asking(model: Any = "m0", **more: Any) -> Client:
-    return Client(body=[json.dumps({"model": model, **more}).encode()])
-
-
-def error_of(client: Client) -> str:
-    """What an error says, which is as OpenAI's API has them."""
-    assert client.is_whole
-    error = json.loads(client.text)["error"]
-    assert error["code"] == client.status
-    assert error["type"]
-    message: str = error["message"]
-    return message
 
 
 def models_of(*replicas: Replicas) -> Client:
@@ -323,7 +270,6 @@ def test_failing_replica_is_an_error_for_its_request_only() -> None:
 @pytest.mark.parametrize(
     ("error", "said", "times_asked"),
     [
-        (DIED, "2 replicas died", 2),
         (NoReplicaError("none in 60 s"), "none in 60 s", 1),
         (BackPressureError(9, 8), str(BackPressureError(9, 8)), 1),
     ],
@@ -479,10 +425,19 @@ async def test_taken_request_is_not_withdrawn_and_who_placed_it_hears_of_its_ans
             STARTS[id(request)] = lambda: heard.append("begun")
             return super().remote(request)
 
-    pieces = Pieces(Head(200, []), b"well", b"done")
+    made = (Delta((1,)),)
+    empty, well = MadePiece(b"", made, ""), MadePiece(b"well", made, "")
+    pieces, go_on = Pieces(b"", Head(200, []), empty, well, b"done"), asyncio.Event()
+    pieces.pieces.insert(3, go_on)
     pieces.is_taken.set()
     client = asking()
-    await client.ask(ingress(ReplicaBackend(Watching(pieces), wait_s=0.001)))
+    backend = ReplicaBackend(Watching(pieces), wait_s=0.001)
+    task = asyncio.create_task(client.ask(ingress(backend)))
+    while len(pieces.pieces) > 2:
+        await asyncio.sleep(0)
+    assert heard == []
+    go_on.set()
+    await task
     assert client.text == "welldone"
     assert heard == ["begun"]
     assert not pieces.is_cancelled

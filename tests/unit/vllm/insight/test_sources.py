@@ -220,6 +220,19 @@ def test_every_form_of_an_answer_has_it_in_its_usage(
         assert shown["prompt_tokens_details"] == {"cached_tokens": 48, SOURCES_FIELD: OF_ALL}
 
 
+def test_what_was_answered_before_is_in_the_sources_and_not_in_the_prompts_count(
+    front_end: OutputProcessor,
+) -> None:
+    ask(front_end, RequestOutputKind.DELTA)
+    longer = {**OF_ALL, "same_node": 2 * NUM_PROMPT}
+    output = first(kv_transfer_params={SOURCES_PARAM: longer})
+    # Of the engine's prompt, which had the known tokens, too.
+    output.prefill_stats.num_cached_tokens = 2 * NUM_PROMPT
+    (answer,) = answers(front_end, output)
+    assert answer.num_cached_tokens == NUM_PROMPT
+    assert answer.num_cached_tokens.sources == longer
+
+
 def test_params_of_other_connectors_stay_in_the_answer(front_end: OutputProcessor) -> None:
     ask(front_end, RequestOutputKind.DELTA)
     params = {SOURCES_PARAM: OF_ALL, "of": "another connector"}
