@@ -30,6 +30,8 @@ TOGETHER = 32
 """Tokens that are told at once of an answer that is no stream; deltas that are replayed at once."""
 
 _ABORTED = "abort"
+_ALIVE = 20
+"""So many answers, in two seconds or more, do not come from an engine that ends."""
 
 
 def continue_answers(engine: Any) -> None:
@@ -95,7 +97,7 @@ class _Replay:
                 async for output in outputs:
                     made = output.outputs[0]
                     if made.finish_reason == _ABORTED:
-                        await self._leave()
+                        await self._outlive()
                     elif transcript is not None:
                         for replayed in transcript.replayed_outputs():
                             # Front ends take them from the first output.
@@ -109,15 +111,29 @@ class _Replay:
             await self._leave()
             raise
 
-    async def _leave(self) -> None:
-        """Return if the engine lives, after a while: one that ends aborts its requests first.
+    async def _outlive(self) -> None:
+        """Return if the engine lives: one that is told to end aborts its requests first."""
+        give_up_at, num_answers = time.monotonic() + deadlines.JOIN_S, 0
+        while not self._engine.errored and time.monotonic() < give_up_at:
+            try:
+                async with asyncio.timeout(deadlines.PROMPT_S):
+                    is_paused = await self._engine.is_paused()
+            except Exception:
+                # It ends, or is busy.
+                logger.debug("an engine that has aborted a request does not answer", exc_info=True)
+            else:
+                num_answers += 1
+                if is_paused or num_answers == _ALIVE:
+                    return
+            await asyncio.sleep(deadlines.LOOK_S)
+        await self._leave()
 
-        With a dead engine the process ends, which callers understand better than an error: another
+    async def _leave(self) -> None:
+        """Return if the engine lives.
+
+        With a dead one the process ends, which callers understand better than an error: another
         replica continues the answer.
         """
-        give_up_at = time.monotonic() + deadlines.STOP_S
-        while not self._engine.errored and time.monotonic() < give_up_at:
-            await asyncio.sleep(deadlines.LOOK_S)
         if self._engine.errored:
             await asyncio.sleep(deadlines.LEAVE_S)
 

@@ -261,29 +261,38 @@ async def test_prompt_of_embeddings_is_told_at_the_start_and_refused_behind_know
         await outputs_of(engine, Transcript([Delta((8,))]))
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize(
+    ("state", "least_s", "most_s"),
+    [("paused", 0.0, 0.1), ("lives", 0.2, 0.9), ("ends", 1.3, 5.0), ("hangs", 0.5, 1.3)],
+)
 async def test_answer_that_an_engine_gives_up_as_it_ends_is_no_answer_before_its_process_could_end(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, dies: bool
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, state: str, least_s: float, most_s: float
 ) -> None:
-    """SIGTERM: vLLM's engine aborts its requests, then ends. One that lives was paused."""
+    """SIGTERM: vLLM's engine aborts its requests, answers no more, then ends."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-    monkeypatch.setattr("raykv.base.deadlines.STOP_S", 0.3)
     monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.01)
+    monkeypatch.setattr("raykv.base.deadlines.JOIN_S", 0.5)
     monkeypatch.setattr("raykv.base.deadlines.LEAVE_S", 1.0)
 
-    class Ending(Core):
+    class Aborting(Core):
         async def add_request_async(self, request: Any) -> None:
             aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
             self.processor.process_outputs([aborted])
-            engine.errored = dies
 
+    class Ending(Engine):
+        async def is_paused(self) -> bool:
+            if state in ("ends", "hangs"):
+                await asyncio.sleep(0.3)
+                self.errored = state == "ends"
+                await asyncio.Event().wait()
+            return state == "paused"
+
+    monkeypatch.setattr("raykv.base.deadlines.PROMPT_S", 0.4)
     transcript = Transcript()
-    engine = Engine(tokenizer, Ending([], 1))
     begun = time.monotonic()
-    ((_, _, ended, _),) = await outputs_of(engine, transcript)
-    took_s = time.monotonic() - begun
-    assert (took_s >= 1.0) if dies else (0.3 <= took_s < 1.0)
+    ((_, _, ended, _),) = await outputs_of(Ending(tokenizer, Aborting([], 1)), transcript)
+    assert least_s <= time.monotonic() - begun < most_s
     assert ended == ("abort", None)
     assert transcript.taken() == ()
 

@@ -120,9 +120,10 @@ class Answer:
 
 def streamed(events: Any, then: Callable[[], None], at: int) -> Answer:
     """Read a stream; `then` happens when so many events are there."""
-    answer, since = Answer(), time.monotonic()
+    answer, since = Answer(), 0.0
     for number, event in enumerate(events):
-        answer.pauses_s.append(time.monotonic() - since)
+        if number:
+            answer.pauses_s.append(time.monotonic() - since)
         answer.ids.add((event.id, event.created))
         answer.usage = event.usage or answer.usage
         for choice in event.choices:
