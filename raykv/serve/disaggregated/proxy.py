@@ -67,18 +67,15 @@ class DisaggregatedBackend:
 
     async def answer(self, request: HttpRequest) -> Pieces:
         forms = split(request, self._handover)
-        if request.known:
-            # Its prompt was computed when it began.
-            async with aclosing(self._decode.answer(forms.plain)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            return
-        course = await self._course(forms)
-        self._count(course)
+        course = None
+        if not request.known:
+            # Else its prompt was computed when it began.
+            course = await self._course(forms)
+            self._count(course)
         form = forms.decode if course is Course.PREFILLED else forms.plain
         async with aclosing(self._decode.answer(form)) as pieces:
             async for piece in pieces:
-                yield _marked(piece, course) if isinstance(piece, Head) else piece
+                yield _marked(piece, course) if course and isinstance(piece, Head) else piece
 
     async def _course(self, forms: Split) -> Course:
         """Have the prompt computed if it should be; raises only when it is cancelled."""

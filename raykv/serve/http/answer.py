@@ -94,9 +94,10 @@ class ContinuedAnswer:
             NotContinuedError: the replica refuses to continue.
         """
         if isinstance(piece, exchange.Head):
-            known = self._head if self._is_head_passed else None
-            self._is_refused = known is not None and piece.status != known.status
-            self._head = known or piece
+            if self._head is None or not self._is_head_passed:
+                self._head = piece
+            else:
+                self._is_refused = piece.status != self._head.status
             return []
         if isinstance(piece, exchange.MadePiece):
             self._why_not = self._why_not or piece.why_not
@@ -105,15 +106,14 @@ class ContinuedAnswer:
         body = exchange.body_of(piece)
         if not body:
             return []
-        if self._is_refused:
+        is_known = self._num_heard < self._num_passed
+        if self._is_refused or (is_known and "error" in _event(body)):
             said = body.decode(errors="replace")
             raise NotContinuedError(f"the next replica refuses to continue: {said[:500]}")
         if body.startswith(_COMMENT):
             return self._behind_head(body)
         self._num_heard += 1
-        if self._num_heard <= self._num_passed:
-            if error := _event(body).get("error"):
-                raise NotContinuedError(f"the next replica refuses to continue: {error}"[:500])
+        if is_known:
             return []
         self._num_passed += 1
         if self._is_again and self._first:

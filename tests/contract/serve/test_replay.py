@@ -18,7 +18,8 @@ from tests.fixtures.tiny_tokenizer import write_tiny_tokenizer
 
 PROMPT = "Once upon a time"
 ANSWER = "there was a käse, 象, and\nthe END of it"
-CACHED = 5
+CACHED = 5, 3
+"""Tokens of the prompt that vLLM had, and that it has kept."""
 
 
 class Core:
@@ -45,7 +46,7 @@ class Core:
         from vllm.v1.metrics.stats import PrefillStats
 
         stats = PrefillStats()
-        stats.num_cached_tokens = CACHED
+        stats.num_cached_tokens, stats.num_cache_creation_tokens = CACHED
         while left and self.processor.has_request(request_id):
             some, left = left[: self.by], left[self.by :]
             ended = FinishReason.LENGTH if self.stop == 0 else FinishReason.STOP
@@ -80,6 +81,8 @@ class Engine:
         self._tokenizer = tokenizer
         continue_answers(self)
 
+    embeddings: Any = None
+
     def check_admission(self, **_request: Any) -> None:
         """There is always room."""
 
@@ -92,7 +95,17 @@ class Engine:
 
         tokens = self._tokenizer.encode(prompt)
         request = EngineCoreRequest(
-            request_id, tokens, None, params, None, 0.0, None, None, None, external_req_id="x"
+            request_id,
+            tokens,
+            None,
+            params,
+            None,
+            0.0,
+            None,
+            None,
+            None,
+            prompt_embeds=self.embeddings,
+            external_req_id="x",
         )
         queue = RequestOutputCollector(params.output_kind, request_id)
         await self._add_request(request, prompt, None, 0, queue)
@@ -120,7 +133,8 @@ async def outputs_of(
         (made,) = output.outputs
         ids = list(made.token_ids)
         ended = made.finish_reason, made.stop_reason
-        seen.append((made.text, ids, ended, output.num_cached_tokens))
+        cached = output.num_cached_tokens, output.num_cache_creation_tokens
+        seen.append((made.text, ids, ended, cached))
         assert output.prompt_token_ids == engine._tokenizer.encode(PROMPT)
     return seen
 
@@ -245,14 +259,20 @@ async def test_what_has_to_be_made_by_one_engine_is_made_but_not_gone_on_with(
     assert core.asked == []
 
 
+@pytest.mark.parametrize("has_tokens", [False, True])
 async def test_prompt_of_embeddings_is_told_at_the_start_and_refused_behind_known_tokens(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, has_tokens: bool
 ) -> None:
+    """Some chats have both: tokens, and embeddings in the place of some."""
+    import torch
     from vllm.exceptions import VLLMValidationError
 
     core = Core(tokenizer.encode(ANSWER), 1)
     engine = Engine(tokenizer, core)
-    monkeypatch.setattr(tokenizer, "encode", lambda _prompt: None)
+    if has_tokens:
+        engine.embeddings = torch.zeros(len(tokenizer.encode(PROMPT)), 4)
+    else:
+        monkeypatch.setattr(tokenizer, "encode", lambda _prompt: None)
     transcript = Transcript()
     asked = asyncio.create_task(outputs_of(engine, transcript))
     await asyncio.wait([asked])
@@ -262,18 +282,19 @@ async def test_prompt_of_embeddings_is_told_at_the_start_and_refused_behind_know
 
 
 @pytest.mark.parametrize(
-    ("state", "least_s", "most_s"),
-    [("paused", 0.0, 0.1), ("lives", 0.2, 0.9), ("ends", 1.3, 5.0), ("hangs", 0.5, 1.3)],
+    ("state", "least_s", "num_asked"),
+    [("paused", 0.0, 1), ("lives", 0.0, replay._ALIVE), ("ends", 0.6, 1), ("hangs", 0.3, 1)],
 )
 async def test_answer_that_an_engine_gives_up_as_it_ends_is_no_answer_before_its_process_could_end(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, state: str, least_s: float, most_s: float
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, state: str, least_s: float, num_asked: int
 ) -> None:
     """SIGTERM: vLLM's engine aborts its requests, answers no more, then ends."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-    monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.01)
-    monkeypatch.setattr("raykv.base.deadlines.JOIN_S", 0.5)
-    monkeypatch.setattr("raykv.base.deadlines.LEAVE_S", 1.0)
+    monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.001)
+    monkeypatch.setattr("raykv.base.deadlines.PROMPT_S", 0.3)
+    monkeypatch.setattr("raykv.base.deadlines.JOIN_S", 0.1 if state == "hangs" else 20.0)
+    monkeypatch.setattr("raykv.base.deadlines.LEAVE_S", 0.3)
 
     class Aborting(Core):
         async def add_request_async(self, request: Any) -> None:
@@ -281,18 +302,21 @@ async def test_answer_that_an_engine_gives_up_as_it_ends_is_no_answer_before_its
             self.processor.process_outputs([aborted])
 
     class Ending(Engine):
+        num_asked = 0
+
         async def is_paused(self) -> bool:
+            self.num_asked += 1
+            self.errored = state == "ends"
             if state in ("ends", "hangs"):
-                await asyncio.sleep(0.3)
-                self.errored = state == "ends"
                 await asyncio.Event().wait()
             return state == "paused"
 
-    monkeypatch.setattr("raykv.base.deadlines.PROMPT_S", 0.4)
     transcript = Transcript()
+    engine = Ending(tokenizer, Aborting([], 1))
     begun = time.monotonic()
-    ((_, _, ended, _),) = await outputs_of(Ending(tokenizer, Aborting([], 1)), transcript)
-    assert least_s <= time.monotonic() - begun < most_s
+    ((_, _, ended, _),) = await outputs_of(engine, transcript)
+    assert time.monotonic() - begun >= least_s
+    assert engine.num_asked == num_asked
     assert ended == ("abort", None)
     assert transcript.taken() == ()
 
@@ -302,14 +326,28 @@ async def test_answer_that_an_engine_gives_up_as_it_ends_is_no_answer_before_its
     [
         ({"watermark_config": object()}, "marks its answers"),
         ({"logits_processors": ["some.Processor"]}, "logits processors of its own"),
+        ({"plugins": ["some plugin"]}, "logits processors of its own"),
     ],
 )
 async def test_what_a_server_does_to_all_answers_may_keep_them_from_being_continued(
-    tokenizer: Any, config: dict[str, Any], said: str
+    tokenizer: Any, config: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plugins = config.pop("plugins", [])
+    monkeypatch.setattr(replay, "entry_points", lambda **_group: plugins)
     transcript = Transcript()
     await outputs_of(Engine(tokenizer, Core(tokenizer.encode("x"), 1), **config), transcript)
     assert said in transcript.why_not
+
+
+async def test_no_span_is_made_of_what_another_engine_has_made(tokenizer: Any) -> None:
+    transcript = Transcript()
+    answer = tokenizer.encode(ANSWER)
+    await outputs_of(Engine(tokenizer, Core(answer, 3)), transcript)
+    engine = Engine(tokenizer, Core([], 1))
+    engine.output_processor.tracing_enabled = True
+    seen = await outputs_of(engine, Transcript(transcript.taken()))
+    assert "".join(text for text, *_ in seen) == ANSWER
+    assert engine.output_processor.tracing_enabled
 
 
 async def test_known_tokens_are_read_with_pauses_for_other_requests(

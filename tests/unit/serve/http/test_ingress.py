@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError
 from ray.serve.exceptions import BackPressureError
 
 from raykv.serve.http import ingress as module
@@ -28,6 +28,7 @@ from tests.fixtures.replicas import EVENTS, Replicas, ask, asking, error_of, ing
 from tests.fixtures.serve_handle import Handle, Pieces
 
 DIED = ActorDiedError()
+LOST = ObjectLostError("0" * 56, None, "")
 AWAY = ActorUnavailableError("away", b"0" * 16)
 
 
@@ -227,7 +228,7 @@ async def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
 # Replicas that die
 
 
-@pytest.mark.parametrize("death", [DIED, AWAY])
+@pytest.mark.parametrize("death", [DIED, AWAY, LOST])
 def test_replica_that_dies_before_its_answer_is_followed_by_another(death: Exception) -> None:
     replicas = Replicas([death], [death], [Head(200, []), b"third"])
     client = ask(ingress(replicas), asking())
